@@ -1,0 +1,13 @@
+// Declarations only. See README.md beside this file.
+#pragma once
+
+#include <chrono>
+
+namespace gloo {
+
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+
+} // namespace gloo

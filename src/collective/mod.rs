@@ -1,0 +1,176 @@
+//! The [`Communicator`]: ranks that have found each other, with a control group for agreements and a data group for
+//! tensors, and what is left to do when one of them fails.
+
+pub(crate) mod agreement;
+pub(crate) mod c10d;
+pub(crate) mod deadline;
+mod rendezvous;
+mod store;
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+pub(crate) use self::rendezvous::{ConnectOptions, connect};
+pub use self::rendezvous::{InProcess, Rendezvous};
+
+use self::agreement::{Exchanger, Frame, Merged, tensor_of};
+use self::c10d::{Group, Store};
+use self::deadline::Deadline;
+use self::store::BoundedStore;
+use crate::error::{EngineError, Position};
+
+/// What a store call after a failure may take, before the store counts as lost.
+const STORE_PATIENCE: Duration = Duration::from_millis(500);
+/// How long works in flight may take to end after their connections were closed. They need milliseconds.
+const DRAIN: Duration = Duration::from_millis(1500);
+
+/// Connected ranks.
+pub(crate) struct Communicator {
+    rank: usize,
+    world_size: usize,
+    exchanger: Exchanger,
+    control: Group,
+    data: Group,
+    /// A connection of its own, used only after a failure.
+    post_mortem: BoundedStore,
+    /// Rank 0 hosts the store in here, unless a launcher does. Dropped last: peers may still ask it.
+    _store: Store,
+}
+
+/// What could be learned after a failure.
+#[derive(Debug, Default)]
+pub(crate) struct PostMortem {
+    pub(crate) missing: Vec<usize>,
+    pub(crate) reported: Vec<(usize, Position)>,
+    pub(crate) store_lost: bool,
+}
+
+impl Communicator {
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(crate) fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// The group that moves tensors.
+    pub(crate) fn data(&mut self) -> &mut Group {
+        &mut self.data
+    }
+
+    /// Collective, over the control group.
+    pub(crate) fn agree(&mut self, frame: Frame, deadline: &Deadline) -> Result<Merged, EngineError> {
+        self.exchanger.agree(&mut self.control, frame, deadline)
+    }
+
+    /// Collective, over the control group: replaces `bytes`, whose length has been agreed, by the OR over all ranks.
+    pub(crate) fn or(&mut self, bytes: &mut [u8], deadline: &Deadline) -> Result<(), EngineError> {
+        self.exchanger.or(&mut self.control, bytes, deadline)
+    }
+
+    /// Collective, over the control group: every rank's bytes, of whatever length, in the order of ranks.
+    pub(crate) fn gather(&mut self, bytes: &[u8], deadline: &Deadline) -> Result<Vec<Vec<u8>>, EngineError> {
+        // A maximum by OR: each rank sets the bit of the power of two that its message fits into.
+        let framed = 8 + bytes.len();
+        let mut classes = (1_u64 << framed.next_power_of_two().trailing_zeros()).to_le_bytes();
+        self.or(&mut classes, deadline)?;
+        let slot = 1_usize << (63 - u64::from_le_bytes(classes).leading_zeros());
+        let total =
+            slot.checked_mul(self.world_size).ok_or_else(|| EngineError::other("details too large to gather"))?;
+
+        let mut message = vec![0; slot];
+        message[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+        message[8..framed].copy_from_slice(bytes);
+        let mut input = tensor_of(slot)?;
+        c10d::write_bytes(&mut input, &message)?;
+        let output = tensor_of(total)?;
+        let ticket = self.control.all_gather(&output, &input, deadline.remaining())?;
+        self.control.wait(ticket, deadline.remaining())?;
+        c10d::bytes(&output)?
+            .chunks_exact(slot)
+            .map(|slot| {
+                let mut length = [0; 8];
+                length.copy_from_slice(&slot[..8]);
+                usize::try_from(u64::from_le_bytes(length))
+                    .ok()
+                    .and_then(|length| slot.get(8..8 + length))
+                    .map(<[u8]>::to_vec)
+                    .ok_or_else(|| EngineError::other("a rank sent a malformed message"))
+            })
+            .collect()
+    }
+
+    /// Closes both groups, so that peers fail in milliseconds, and waits until nothing is in flight any more.
+    pub(crate) fn abort(&mut self) {
+        // Both first: a peer that waits on one of them should not have to wait for the other to drain.
+        self.control.abort();
+        self.data.abort();
+        let deadline = Deadline::after(DRAIN);
+        let running = self.control.drain(deadline.remaining()) + self.data.drain(deadline.remaining());
+        if running > 0 {
+            tracing::error!(running, "works are still running after their connections were closed");
+        }
+    }
+
+    /// Tells the others where this rank was when it failed, and learns within `grace` where they were.
+    pub(crate) fn post_mortem(&self, position: &Position, grace: Duration) -> PostMortem {
+        let others = (0..self.world_size).filter(|rank| *rank != self.rank);
+        match self.exchange_positions(position, grace) {
+            Ok(reported) => PostMortem {
+                missing: others.filter(|rank| reported.iter().all(|(other, _)| other != rank)).collect(),
+                reported,
+                store_lost: false,
+            },
+            Err(error) => {
+                tracing::warn!(%error, "the store could not be asked who is missing");
+                PostMortem { store_lost: true, ..PostMortem::default() }
+            }
+        }
+    }
+
+    fn exchange_positions(&self, position: &Position, grace: Duration) -> Result<Vec<(usize, Position)>, EngineError> {
+        let text = serde_json::to_vec(position).map_err(|error| EngineError::other(error.to_string()))?;
+        let own = format!("failed/{}", self.rank);
+        self.post_mortem.call(STORE_PATIENCE, move |store| store.set(&own, &text))?;
+        let mut waiting: Vec<usize> = (0..self.world_size).filter(|rank| *rank != self.rank).collect();
+        let mut reported = Vec::new();
+        let start = Instant::now();
+        while !waiting.is_empty() {
+            let ask = waiting.clone();
+            let answers = self.post_mortem.call(STORE_PATIENCE, move |store| {
+                let mut answers = Vec::new();
+                for rank in ask {
+                    let key = format!("failed/{rank}");
+                    if store.has(&key)? {
+                        answers.push((rank, store.get(&key)?));
+                    }
+                }
+                Ok(answers)
+            })?;
+            for (rank, text) in answers {
+                waiting.retain(|other| *other != rank);
+                if let Ok(position) = serde_json::from_slice(&text) {
+                    reported.push((rank, position));
+                }
+            }
+            if start.elapsed() >= grace {
+                break;
+            }
+            if !waiting.is_empty() {
+                thread::sleep(Duration::from_millis(10));
+            }
+        }
+        reported.sort_by_key(|(rank, _)| *rank);
+        Ok(reported)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // A work that is still in flight here belongs to a call that failed or panicked.
+        if self.control.outstanding() + self.data.outstanding() > 0 {
+            self.abort();
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Whether replicas are equal: digests, their comparison, and the token that proves it.
+
+pub(crate) mod digest;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use self::digest::{Content, Entry};
+pub use self::digest::{Digest, tensor_digest};
+use crate::error::{Divergence, EngineError, Position, TensorDivergence, sides};
+
+/// Proof that all ranks held the same tensors at one moment.
+///
+/// Made by [`assert_rank_equal`](crate::SyncSession::assert_rank_equal) only; holds the digests that were compared.
+#[must_use = "a checkpoint should be written only with the proof that the replicas were equal"]
+#[derive(Debug)]
+pub struct Verified {
+    call: u64,
+    phase: String,
+    root: Digest,
+    entries: Vec<Entry>,
+}
+
+impl Verified {
+    pub(crate) fn new(call: u64, phase: &str, root: Digest, entries: Vec<Entry>) -> Self {
+        Self { call, phase: phase.to_string(), root, entries }
+    }
+
+    /// The digest over all names and digests.
+    pub fn root(&self) -> Digest {
+        self.root
+    }
+
+    /// The number of the check among the session's calls.
+    pub fn call(&self) -> u64 {
+        self.call
+    }
+
+    /// The phase that the check was made for.
+    pub fn phase(&self) -> &str {
+        &self.phase
+    }
+
+    /// Each name with its digest (`None`: absent on every rank), in name order.
+    pub fn digests(&self) -> impl Iterator<Item = (&str, Option<Digest>)> {
+        self.entries.iter().map(|entry| (entry.name.as_str(), entry.content.as_ref().map(|content| content.digest)))
+    }
+}
+
+/// An entry as it travels when ranks differ.
+#[derive(Serialize, Deserialize)]
+struct Travelling {
+    name: String,
+    /// Digest in hexadecimal, and dtype and shape.
+    content: Option<(String, String)>,
+}
+
+pub(crate) fn encode(entries: &[Entry]) -> Result<Vec<u8>, EngineError> {
+    let travelling: Vec<Travelling> = entries
+        .iter()
+        .map(|entry| Travelling {
+            name: entry.name.clone(),
+            content: entry.content.as_ref().map(|content| (content.digest.to_string(), content.kind.clone())),
+        })
+        .collect();
+    serde_json::to_vec(&travelling).map_err(|error| EngineError::other(error.to_string()))
+}
+
+pub(crate) fn decode(bytes: &[u8]) -> Result<Vec<Entry>, EngineError> {
+    let malformed = || EngineError::other("a rank sent malformed digests");
+    let travelling: Vec<Travelling> = serde_json::from_slice(bytes).map_err(|_| malformed())?;
+    travelling
+        .into_iter()
+        .map(|Travelling { name, content }| {
+            let content = match content {
+                Some((digest, kind)) => {
+                    Some(Content { digest: Digest::from_hex(&digest).ok_or_else(malformed)?, kind })
+                }
+                None => None,
+            };
+            Ok(Entry { name, content })
+        })
+        .collect()
+}
+
+/// What differs, from every rank's entries in the order of ranks. The same on every rank, since all hold the same.
+///
+/// A name that a rank did not list is not the same as an explicitly absent tensor under that name.
+pub(crate) fn compare(at: Position, by_rank: &[Vec<Entry>]) -> Divergence {
+    let maps: Vec<BTreeMap<&str, Option<&Content>>> = by_rank
+        .iter()
+        .map(|entries| entries.iter().map(|entry| (entry.name.as_str(), entry.content.as_ref())).collect())
+        .collect();
+    let names: BTreeSet<&str> = maps.iter().flat_map(|map| map.keys().copied()).collect();
+    let tensors = names
+        .iter()
+        .filter_map(|name| {
+            let held: Vec<Option<&Content>> = maps.iter().map(|map| map.get(name).copied().flatten()).collect();
+            if held.iter().all(|content| *content == held[0]) && maps.iter().all(|map| map.contains_key(name)) {
+                return None;
+            }
+            let sides = sides(maps.iter().map(|map| match map.get(name) {
+                Some(Some(content)) => format!("{} sha256 {}", content.kind, content.digest),
+                Some(None) => "no tensor".into(),
+                None => "nothing under that name".into(),
+            }));
+            let majority = sides.iter().position(|side| side.ranks.len() * 2 > by_rank.len());
+            Some(TensorDivergence { name: (*name).to_string(), sides, majority })
+        })
+        .collect();
+    Divergence { at, compared: names.len(), tensors }
+}

@@ -1,0 +1,65 @@
+//! `assert_rank_equal`.
+
+use tracing::info_span;
+
+use super::{During, Failure, SyncSession};
+use crate::collective::agreement::Field;
+use crate::consistency::digest::{Hasher, root};
+use crate::consistency::{Digest, Verified, compare, decode, encode};
+use crate::error::{EngineError, Operation, Result, Stage, SyncError, TensorError};
+use crate::parameters::NamedTensor;
+
+impl SyncSession {
+    /// Checks that all ranks hold the same: names, presence, shapes, dtypes and every byte. Collective.
+    ///
+    /// Each rank hashes its tensors, and one small exchange compares the digest over all of them, whatever their number.
+    /// Takes any named tensors, on any device, in any order and with any strides: parameters, buffers, the frozen base,
+    /// optimizer state that the caller holds. An absent one (`None`) equals only an absent one. `phase` is for people,
+    /// and must be the same on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`SyncError::RanksDiffer`] with what differs, the same on every rank; [`SyncError::Refused`] for an undefined,
+    /// sparse, quantized or meta tensor or a name that occurs twice, on any rank; [`SyncError::Desynchronized`],
+    /// [`SyncError::Interrupted`] and [`SyncError::Poisoned`] as everywhere.
+    pub fn assert_rank_equal<T: Into<NamedTensor>>(
+        &mut self,
+        tensors: impl IntoIterator<Item = T>,
+        phase: &str,
+    ) -> Result<Verified> {
+        let tensors: Vec<NamedTensor> = tensors.into_iter().map(Into::into).collect();
+        self.run(Operation::AssertRankEqual, None, Some(phase), |session, call| {
+            let hashed = {
+                let _entered = info_span!("digest", tensors = tensors.len()).entered();
+                session.hasher().during(Stage::Local)?.digests(&tensors)
+            };
+            let (entries, refusal) = match hashed {
+                Ok(entries) => (entries, None),
+                Err(error) => (Vec::new(), Some::<TensorError>(error)),
+            };
+            let own: Digest = root(&entries);
+            let frame = session.frame(call).root(own.as_bytes());
+            let merged = session.agree(call, frame, refusal.as_ref())?;
+            if merged.agrees(Field::Root) {
+                return Ok(Verified::new(call.at.call, phase, own, entries));
+            }
+            let bytes = encode(&entries).during(Stage::Local)?;
+            let gathered = session.communicator.gather(&bytes, &call.deadline).during(Stage::Details)?;
+            let by_rank = gathered
+                .iter()
+                .map(|bytes| decode(bytes))
+                .collect::<std::result::Result<Vec<_>, _>>()
+                .during(Stage::Details)?;
+            Err(Failure::Verdict(SyncError::RanksDiffer(Box::new(compare(call.at.clone(), &by_rank)))))
+        })
+    }
+
+    /// The threads to hash on, started at the first check.
+    fn hasher(&mut self) -> std::result::Result<&Hasher, EngineError> {
+        if self.hasher.is_none() {
+            let hasher = Hasher::new(self.options.threads).map_err(|error| EngineError::other(error.to_string()))?;
+            self.hasher = Some(hasher);
+        }
+        self.hasher.as_ref().ok_or_else(|| EngineError::other("no threads to hash on"))
+    }
+}
