@@ -26,7 +26,7 @@ fn library_folder() -> PathBuf {
     }
 }
 
-/// The headers lie beside the library, except where LIBTORCH_INCLUDE says otherwise.
+/// The headers lie beside the library, except where `LIBTORCH_INCLUDE` says otherwise.
 fn include_folders(lib: &Path) -> Vec<PathBuf> {
     println!("cargo:rerun-if-env-changed=LIBTORCH_INCLUDE");
     let root = match env::var_os("LIBTORCH_INCLUDE") {

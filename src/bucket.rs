@@ -1,5 +1,7 @@
 //! Bucket planning (invariant I1): pure, and ignorant of collectives.
 
+#![forbid(unsafe_code)]
+
 use std::ops::Range;
 
 /// What planning needs to know of a member. Members of one bucket have equal `key`s.
@@ -18,7 +20,8 @@ pub(crate) fn plan<K: PartialEq>(members: &[Member<K>], limit: usize) -> Vec<Ran
     let mut start = 0;
     let mut size = 0_usize;
     for (index, member) in members.iter().enumerate() {
-        let closes = index > start && (size.saturating_add(member.nbytes) > limit || member.key != members[start].key);
+        let closes = index > start
+            && (size.checked_add(member.nbytes).is_none_or(|sum| sum > limit) || member.key != members[start].key);
         if closes {
             buckets.push(start..index);
             start = index;

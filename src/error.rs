@@ -1,5 +1,7 @@
 //! What can go wrong, as data: [`SyncError`] and what its variants carry.
 
+#![forbid(unsafe_code)]
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -691,7 +693,7 @@ pub(crate) fn ranks(list: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &rank in list {
         match runs.last_mut() {
-            Some((_, last)) if *last + 1 == rank => *last = rank,
+            Some((_, end)) if *end + 1 == rank => *end = rank,
             _ => runs.push((rank, rank)),
         }
     }

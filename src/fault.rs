@@ -1,5 +1,7 @@
 //! Test-only: places at which a test makes a rank stop, die, panic or fail. Compiled only with the feature
-//! `fault-injection`, which nothing turns on by itself; without it [`Faults`] is empty and [`Faults::reach`] does nothing.
+//! `fault-injection`, which nothing turns on by itself; without it a session holds no hook and no point does anything.
+
+#![forbid(unsafe_code)]
 
 /// A place in an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,6 +1,8 @@
 //! [`Parameters`]: the tensors that take part, named, in name order, aliases resolved, and the schema that all ranks
 //! must share (invariants I12 and I13).
 
+#![forbid(unsafe_code)]
+
 use std::collections::HashMap;
 
 use itertools::Itertools;

@@ -1,5 +1,7 @@
 //! What a tensor is, in words: dtypes and devices by name, and the one place that says which tensors are usable.
 
+#![forbid(unsafe_code)]
+
 use std::fmt;
 
 use tch::{Kind, Tensor};

@@ -8,6 +8,8 @@
 //! A value that must be the same everywhere travels as `(b, !b)`: the OR of all `b` and the OR of all `!b` share a bit
 //! exactly where two ranks differ. Every rank holds the same result, so every rank sees the same disagreement.
 
+#![forbid(unsafe_code)]
+
 use tch::{Device, Kind, Tensor};
 
 use super::c10d::{self, Group};

@@ -246,6 +246,7 @@ impl Store {
     }
 
     /// The port that a TCP store's server listens on.
+    #[cfg_attr(not(test), allow(dead_code))]
     pub(crate) fn tcp_port(&self) -> Result<u16> {
         Ok(ffi::tcp_store_port(&self.0)?)
     }
@@ -334,6 +335,7 @@ impl Group {
         Ok(Ticket(self.0.pin_mut().all_reduce_sum(torch(tensor), millis(timeout))?))
     }
 
+    #[cfg_attr(not(test), allow(dead_code))] // Beside what the session uses, for tests and benches.
     pub(crate) fn all_reduce_max(&mut self, tensor: &Tensor, timeout: Duration) -> Result<Ticket> {
         Ok(Ticket(self.0.pin_mut().all_reduce_max(torch(tensor), millis(timeout))?))
     }
@@ -355,6 +357,7 @@ impl Group {
         Ok(Ticket(self.0.pin_mut().receive(torch(tensor), source, tag)?))
     }
 
+    #[cfg_attr(not(test), allow(dead_code))] // Beside what the session uses, for tests and benches.
     pub(crate) fn barrier(&mut self, timeout: Duration) -> Result<Ticket> {
         Ok(Ticket(self.0.pin_mut().barrier(millis(timeout))?))
     }
@@ -378,5 +381,157 @@ impl Group {
 
     pub(crate) fn outstanding(&self) -> usize {
         self.0.outstanding()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use tch::{Device, Kind, Tensor};
+
+    use super::{Group, NetworkDevice, Store, abi_versions};
+    use crate::error::EngineErrorKind;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+    const LOOPBACK: NetworkDevice<'static> = NetworkDevice { interface: None, hostname: Some("127.0.0.1") };
+
+    /// Runs `body` as every rank of a connected group.
+    #[track_caller]
+    fn groups(size: u32, body: impl Fn(u32, Group) + Sync) {
+        let store = Store::hash().unwrap();
+        thread::scope(|scope| {
+            for rank in 0..size {
+                let (store, body) = (&store, &body);
+                scope.spawn(move || body(rank, Group::gloo(store, rank, size, MINUTE, LOOPBACK).unwrap()));
+            }
+        });
+    }
+
+    fn ramp(rank: u32, numel: i64) -> Tensor {
+        (Tensor::arange(numel, (Kind::Float, Device::Cpu)) * 3 + f64::from(rank * 5)).remainder(13.0)
+    }
+
+    #[test]
+    fn header_and_library_are_of_one_version() {
+        let (compiled, loaded) = abi_versions();
+        assert_eq!(compiled, loaded);
+        assert_eq!(compiled >> 56, 2);
+    }
+
+    #[test]
+    fn collectives_at_sizes_and_lengths() {
+        for size in [1, 2, 3, 4, 7] {
+            groups(size, |rank, mut group| {
+                for numel in [1, 2, 61, 1024, 100_003] {
+                    let sum = ramp(rank, numel);
+                    let ticket = group.all_reduce_sum(&sum, MINUTE).unwrap();
+                    group.wait(ticket, MINUTE).unwrap();
+                    let expected = (0..size)
+                        .fold(Tensor::zeros([numel], (Kind::Float, Device::Cpu)), |all, rank| all + ramp(rank, numel));
+                    assert!(sum.equal(&expected), "sum of {numel} at {size}");
+
+                    let most = ramp(rank, numel);
+                    let ticket = group.all_reduce_max(&most, MINUTE).unwrap();
+                    group.wait(ticket, MINUTE).unwrap();
+                    let expected = (0..size).fold(ramp(0, numel), |all, rank| all.maximum(&ramp(rank, numel)));
+                    assert!(most.equal(&expected), "maximum of {numel} at {size}");
+
+                    let root = size - 1;
+                    let sent = ramp(rank, numel);
+                    let ticket = group.broadcast(&sent, root, MINUTE).unwrap();
+                    group.wait(ticket, MINUTE).unwrap();
+                    assert!(sent.equal(&ramp(root, numel)), "broadcast of {numel} at {size}");
+
+                    let all = Tensor::zeros([numel * i64::from(size)], (Kind::Float, Device::Cpu));
+                    let ticket = group.all_gather(&all, &ramp(rank, numel), MINUTE).unwrap();
+                    group.wait(ticket, MINUTE).unwrap();
+                    let expected = Tensor::cat(&(0..size).map(|rank| ramp(rank, numel)).collect::<Vec<_>>(), 0);
+                    assert!(all.equal(&expected), "gather of {numel} at {size}");
+                }
+                let ticket = group.barrier(MINUTE).unwrap();
+                group.wait(ticket, MINUTE).unwrap();
+                assert_eq!(group.outstanding(), 0);
+            });
+        }
+    }
+
+    #[test]
+    fn a_wait_that_times_out_leaves_the_work_in_the_ledger_and_abort_ends_it() {
+        groups(3, |rank, mut group| {
+            if rank == 2 {
+                // Comes to nothing, but stays until the others are done: they wait for its connections to close.
+                let tensor = ramp(rank, 1 << 20);
+                assert!(group.receive(&tensor, 0, 77).and_then(|ticket| group.wait(ticket, MINUTE)).is_err());
+                return;
+            }
+            let tensor = ramp(rank, 1 << 20);
+            let ticket = group.all_reduce_sum(&tensor, MINUTE).unwrap();
+            let error = group.wait(ticket, Duration::from_millis(50)).unwrap_err();
+            if error.kind() == EngineErrorKind::Timeout {
+                assert_eq!(group.outstanding(), 1, "a running work must stay known");
+            }
+            let start = Instant::now();
+            group.abort();
+            assert_eq!(group.drain(Duration::from_secs(5)), 0);
+            assert!(start.elapsed() < Duration::from_secs(2), "abort took {:?}", start.elapsed());
+            // Nothing can be done with the group afterwards, and it says so at once.
+            let start = Instant::now();
+            let error = group.send(&ramp(rank, 1), 2, 5).and_then(|ticket| group.wait(ticket, MINUTE)).unwrap_err();
+            assert_eq!(error.kind(), EngineErrorKind::ConnectionLost, "{error}");
+            assert!(start.elapsed() < Duration::from_secs(2));
+        });
+    }
+
+    #[test]
+    fn a_peer_that_is_gone_is_a_lost_connection() {
+        groups(2, |rank, mut group| {
+            if rank == 0 {
+                let tensor = ramp(0, 4);
+                let error = group.receive(&tensor, 1, 1).and_then(|ticket| group.wait(ticket, MINUTE)).unwrap_err();
+                assert_eq!(error.kind(), EngineErrorKind::ConnectionLost, "{error}");
+            }
+        });
+    }
+
+    #[test]
+    fn dropping_a_group_with_work_in_flight_takes_no_time() {
+        groups(2, |rank, mut group| {
+            if rank == 0 {
+                let tensor = ramp(0, 1 << 20);
+                let _ = group.all_reduce_sum(&tensor, MINUTE).unwrap();
+                let _ = group.receive(&tensor, 1, 3).unwrap();
+                let start = Instant::now();
+                drop(group);
+                assert!(start.elapsed() < Duration::from_secs(2), "took {:?}", start.elapsed());
+            } else {
+                let tensor = ramp(1, 1);
+                assert!(group.receive(&tensor, 0, 4).and_then(|ticket| group.wait(ticket, MINUTE)).is_err());
+            }
+        });
+    }
+
+    #[test]
+    fn stores_of_every_kind_keep_the_same_contract() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("store");
+        let tcp = Store::tcp("127.0.0.1", 0, true, MINUTE).unwrap();
+        let port = tcp.tcp_port().unwrap();
+        let client = Store::tcp("127.0.0.1", port, false, MINUTE).unwrap();
+        let hash = Store::hash().unwrap();
+        for store in [Store::file(file.to_str().unwrap()).unwrap(), client, hash.prefixed("a/b").unwrap(), hash] {
+            store.set("key", b"value").unwrap();
+            assert!(store.has("key").unwrap() && !store.has("other").unwrap());
+            assert_eq!(store.get("key").unwrap(), b"value");
+            assert_eq!((store.add("count", 2).unwrap(), store.add("count", 3).unwrap()), (2, 5));
+            assert_eq!(store.set_once("once", b"first").unwrap(), b"first");
+            assert_eq!(store.set_once("once", b"second").unwrap(), b"first");
+            store.wait("key", MINUTE).unwrap();
+            let start = Instant::now();
+            let error = store.wait("never", Duration::from_millis(100)).unwrap_err();
+            assert_eq!(error.kind(), EngineErrorKind::Timeout, "{error}");
+            assert!(start.elapsed() < Duration::from_secs(5));
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! One deadline for a whole call (invariant I10).
 
+#![forbid(unsafe_code)]
+
 use std::time::{Duration, Instant};
 
 /// When a call has to have returned. Every wait inside gets what remains of it.

@@ -75,7 +75,7 @@ impl Communicator {
         let framed = 8 + bytes.len();
         let mut classes = (1_u64 << framed.next_power_of_two().trailing_zeros()).to_le_bytes();
         self.or(&mut classes, deadline)?;
-        let slot = 1_usize << (63 - u64::from_le_bytes(classes).leading_zeros());
+        let slot = 1_usize << u64::from_le_bytes(classes).ilog2();
         let total =
             slot.checked_mul(self.world_size).ok_or_else(|| EngineError::other("details too large to gather"))?;
 

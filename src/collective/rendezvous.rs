@@ -1,5 +1,7 @@
 //! How ranks find each other: a store, a claim for each rank, then two full meshes. All of it under one deadline.
 
+#![forbid(unsafe_code)]
+
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -109,9 +111,12 @@ pub(crate) fn connect(options: &ConnectOptions) -> Result<Communicator, ConnectE
         .map_err(|error| failed(ConnectProblem::Engine(EngineError::other(error.to_string()))))?;
     match answer.recv_timeout(deadline.remaining()) {
         Ok(result) => result.map_err(failed),
-        Err(RecvTimeoutError::Timeout) => Err(failed(ConnectProblem::Engine(EngineError::timeout(
-            "the deadline has passed; the store's host may be stopped",
-        )))),
+        Err(RecvTimeoutError::Timeout) => Err(failed(ConnectProblem::Store {
+            address: options.rendezvous.to_string(),
+            source: EngineError::timeout(
+                "no answer by the deadline; is rank 0 started and not stopped, and are host and port right?",
+            ),
+        })),
         Err(RecvTimeoutError::Disconnected) => {
             Err(failed(ConnectProblem::Engine(EngineError::other("the connecting thread has panicked"))))
         }

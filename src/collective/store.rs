@@ -3,6 +3,8 @@
 //! A TCP store ignores its timeout while the process that hosts it is stopped, so only a thread that can be left behind
 //! bounds a call.
 
+#![forbid(unsafe_code)]
+
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;

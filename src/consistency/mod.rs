@@ -1,5 +1,7 @@
 //! Whether replicas are equal: digests, their comparison, and the token that proves it.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod digest;
 
 use std::collections::{BTreeMap, BTreeSet};

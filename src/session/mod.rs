@@ -1,6 +1,8 @@
 //! [`SyncSession`]: the order of things. What each operation does with tensors is in [`reduce`] and
 //! [`broadcast`](self::broadcast); here is what all of them share: numbered calls, one verdict, poisoning.
 
+#![forbid(unsafe_code)]
+
 mod broadcast;
 mod check;
 mod decide;

@@ -310,12 +310,9 @@ mod tests {
 
     fn environment(changes: &[(&str, Option<&str>)]) -> crate::Result<SessionBuilder> {
         let usual = [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")];
-        SessionBuilder::new().with_environment(|name| {
-            let changed = changes.iter().find(|(changed, _)| *changed == name);
-            match changed {
-                Some((_, value)) => value.map(String::from),
-                None => usual.iter().find(|(usual, _)| *usual == name).map(|(_, value)| (*value).to_string()),
-            }
+        SessionBuilder::new().with_environment(|name| match changes.iter().find(|(variable, _)| *variable == name) {
+            Some((_, value)) => value.map(String::from),
+            None => usual.iter().find(|(usual, _)| *usual == name).map(|(_, value)| (*value).to_string()),
         })
     }
 

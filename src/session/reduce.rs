@@ -271,15 +271,12 @@ impl SyncSession {
             return Ok(None);
         }
         let held = self.flats.get(&bucket.wire);
-        let flat = match held.filter(|flat| c10d::sizes(flat)[0] >= bucket.packed_numel) {
-            Some(flat) => flat,
-            None => {
-                let kind = bucket.wire.kind().ok_or_else(|| EngineError::other("a dtype that tch cannot make"))?;
-                let flat = Tensor::f_empty([bucket.packed_numel], (kind, Device::Cpu))?;
-                self.flats.insert(bucket.wire, flat);
-                &self.flats[&bucket.wire]
-            }
-        };
+        if held.is_none_or(|flat| c10d::sizes(flat)[0] < bucket.packed_numel) {
+            let kind = bucket.wire.kind().ok_or_else(|| EngineError::other("a dtype that tch cannot make"))?;
+            let flat = Tensor::f_empty([bucket.packed_numel], (kind, Device::Cpu))?;
+            self.flats.insert(bucket.wire, flat);
+        }
+        let flat = &self.flats[&bucket.wire];
         Ok(Some(flat.f_narrow(0, 0, bucket.packed_numel)?))
     }
 

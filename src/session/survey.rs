@@ -1,6 +1,7 @@
 //! One local pass over the parameters, before anything is agreed: what is there, and whether it can take part.
 
 use itertools::Itertools;
+use tch::Tensor;
 
 use super::SyncSession;
 use crate::collective::agreement::Mask;
@@ -36,29 +37,7 @@ impl SyncSession {
         let mut gradients = Vec::with_capacity(parameters.len());
         let mut refusal: Option<TensorError> = None;
         for (name, tensor) in parameters.unique() {
-            let (own, gradient, checked) = match (inspect(tensor), need) {
-                (Ok(own), Need::Gradients) => match c10d::inspect_grad(tensor) {
-                    Ok(gradient) => {
-                        let checked = own.check_plain().and_then(|()| check_device(&own)).and_then(|()| {
-                            if gradient.defined {
-                                check_gradient(&own, &gradient, c10d::sizes(tensor), tensor)
-                            } else {
-                                Ok(())
-                            }
-                        });
-                        (own, gradient, checked)
-                    }
-                    Err(error) => (own, TensorFacts::default(), Err(error.into())),
-                },
-                (Ok(own), Need::Writable) => {
-                    let checked = own
-                        .check_plain()
-                        .and_then(|()| check_device(&own))
-                        .and_then(|()| if own.overlapping { Err(TensorProblem::Expanded) } else { Ok(()) });
-                    (own, TensorFacts::default(), checked)
-                }
-                (Err(problem), _) => (TensorFacts::default(), TensorFacts::default(), Err(problem)),
-            };
+            let (own, gradient, checked) = look(tensor, need);
             if let Err(problem) = checked {
                 refusal.get_or_insert_with(|| TensorError::new(name, problem));
             }
@@ -79,16 +58,39 @@ impl SyncSession {
     }
 }
 
+/// The facts of a parameter and of its gradient, as far as they can be had, and whether the parameter can take part.
+fn look(tensor: &Tensor, need: Need) -> (TensorFacts, TensorFacts, Result<(), TensorProblem>) {
+    let nothing = TensorFacts::default();
+    let own = match inspect(tensor) {
+        Ok(own) => own,
+        Err(problem) => return (nothing.clone(), nothing, Err(problem)),
+    };
+    let gradient = match need {
+        Need::Writable => nothing,
+        Need::Gradients => match c10d::inspect_grad(tensor) {
+            Ok(gradient) => gradient,
+            Err(error) => return (own, nothing, Err(error.into())),
+        },
+    };
+    let checked = check(tensor, &own, &gradient, need);
+    (own, gradient, checked)
+}
+
+fn check(tensor: &Tensor, own: &TensorFacts, gradient: &TensorFacts, need: Need) -> Result<(), TensorProblem> {
+    own.check_plain()?;
+    check_device(own)?;
+    match need {
+        Need::Writable if own.overlapping => Err(TensorProblem::Expanded),
+        Need::Gradients if gradient.defined => check_gradient(tensor, own, gradient),
+        Need::Writable | Need::Gradients => Ok(()),
+    }
+}
+
 fn check_device(facts: &TensorFacts) -> Result<(), TensorProblem> {
     if facts.device().is_cpu() { Ok(()) } else { Err(TensorProblem::Device { device: facts.device().to_string() }) }
 }
 
-fn check_gradient(
-    own: &TensorFacts,
-    gradient: &TensorFacts,
-    shape: &[i64],
-    parameter: &tch::Tensor,
-) -> Result<(), TensorProblem> {
+fn check_gradient(parameter: &Tensor, own: &TensorFacts, gradient: &TensorFacts) -> Result<(), TensorProblem> {
     if gradient.is_sparse() {
         return Err(TensorProblem::SparseGradient);
     }
@@ -115,8 +117,11 @@ fn check_gradient(
         });
     }
     let gradient_shape = c10d::grad_sizes(parameter)?;
-    if gradient_shape != shape {
-        return Err(TensorProblem::GradientShape { parameter: shape.to_vec(), gradient: gradient_shape });
+    if gradient_shape != c10d::sizes(parameter) {
+        return Err(TensorProblem::GradientShape {
+            parameter: c10d::sizes(parameter).to_vec(),
+            gradient: gradient_shape,
+        });
     }
     if !own.dtype().summable() {
         return Err(TensorProblem::Unsummable { dtype: own.dtype().to_string() });

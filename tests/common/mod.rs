@@ -1,5 +1,6 @@
 //! What the tests share: ranks as threads of one process, and data that hides nothing.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test program uses its part.
+#![allow(clippy::cast_precision_loss)] // Of numbers below 13.
 
 use std::thread;
 use std::time::Duration;
@@ -23,8 +24,7 @@ pub fn ranks_with<T: Send>(
     settings: impl Fn(usize, SessionBuilder) -> SessionBuilder + Sync,
     body: impl Fn(&mut SyncSession) -> T + Sync,
 ) -> Vec<T> {
-    let results = build_ranks(world, settings, |session| body(&mut session.expect("the ranks should connect")));
-    results
+    build_ranks(world, settings, |session| body(&mut session.expect("the ranks should connect")))
 }
 
 /// As [`ranks_with`], for sessions that may fail to connect.

@@ -55,8 +55,10 @@ char io_kind(const std::string& message) {
   return mentions_timeout(message) ? kTimeout : kConnection;
 }
 
+// Without the "[file:line] " that Gloo puts in front.
 std::string encode(char kind, const std::string& message) {
-  return std::string(1, kind) + message;
+  const auto end = !message.empty() && message.front() == '[' ? message.find("] ") : std::string::npos;
+  return std::string(1, kind) + (end == std::string::npos ? message : message.substr(end + 2));
 }
 
 // The first line is the message; libtorch may append a C++ stack trace.
@@ -85,7 +87,8 @@ std::string describe_current_exception() noexcept {
     } catch (const c10::DistError& error) {
       return encode(io_kind(error.what()), first_line(error));
     } catch (const c10::Error& error) {
-      return encode(kOther, first_line(error));
+      // HashStore's "Wait timeout" is one of these.
+      return encode(mentions_timeout(error.what()) ? kTimeout : kOther, first_line(error));
     } catch (const std::system_error& error) {
       return encode(io_kind(error.what()), error.what());
     } catch (const std::exception& error) {
@@ -177,7 +180,7 @@ TensorFacts inspect(const Tensor& tensor) {
 }
 
 TensorFacts inspect_grad(const Tensor& parameter) {
-  return inspect(parameter.grad());
+  return parameter.defined() ? inspect(parameter.grad()) : TensorFacts{};
 }
 
 rust::Slice<const std::int64_t> sizes(const Tensor& tensor) {
