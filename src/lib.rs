@@ -87,6 +87,8 @@
 //!
 //! - `doc-only`: documentation without libtorch. Nothing links.
 //! - `fault-injection`: test-only points at which a rank can be made to fail. Never turn it on in a program.
+//! - `raw-engine`: test-only access to the engine without this crate around it, for benches. Not covered by semantic
+//!   versioning.
 
 #![doc(test(attr(deny(warnings))))]
 
@@ -110,4 +112,7 @@ pub use crate::error::{
     TensorDivergence, TensorError, TensorProblem,
 };
 pub use crate::parameters::{NamedTensor, Parameters};
+#[cfg(feature = "raw-engine")]
+#[doc(hidden)]
+pub use crate::session::{Allocations, count_allocations};
 pub use crate::session::{FencePolicy, SessionBuilder, Summable, SyncReport, SyncSession, Transport};

@@ -10,7 +10,8 @@ use tch::Tensor;
 
 use crate::error::{EngineError, EngineErrorKind};
 
-#[allow(unreachable_pub)] // What cxx generates is public within a private module.
+// What cxx generates is public within a private module; counting allocations is for tests and benches.
+#[allow(unreachable_pub, dead_code)]
 #[cxx::bridge(namespace = "sft_sync")]
 mod ffi {
     /// What the crate needs to know of a tensor, read in one call.
@@ -44,6 +45,10 @@ mod ffi {
 
     unsafe extern "C++" {
         include!("sft-sync/src/collective/c10d/shim.h");
+
+        fn start_counting_allocations();
+        fn allocation_count() -> u64;
+        fn allocation_peak() -> u64;
 
         type Tensor;
         type TensorList;
@@ -137,6 +142,18 @@ impl From<cxx::Exception> for EngineError {
 /// library that is loaded. Virtual tables differ between versions, so both must be the same.
 pub(crate) fn abi_versions() -> (u64, u64) {
     (ffi::header_abi_version(), ffi::library_abi_version())
+}
+
+/// From now on torch's CPU allocations of this process are counted, from zero.
+#[cfg(feature = "raw-engine")]
+pub(crate) fn start_counting_allocations() {
+    ffi::start_counting_allocations();
+}
+
+/// Number of allocations since counting began, and the most bytes held at one time.
+#[cfg(feature = "raw-engine")]
+pub(crate) fn allocations() -> (u64, u64) {
+    (ffi::allocation_count(), ffi::allocation_peak())
 }
 
 fn torch(tensor: &Tensor) -> &ffi::Tensor {

@@ -22,7 +22,7 @@ use crate::error::{EngineError, Position};
 /// What a store call after a failure may take, before the store counts as lost.
 const STORE_PATIENCE: Duration = Duration::from_millis(500);
 /// How long works in flight may take to end after their connections were closed. They need milliseconds.
-const DRAIN: Duration = Duration::from_millis(1500);
+const DRAIN: Duration = Duration::from_millis(1000);
 
 /// Connected ranks.
 pub(crate) struct Communicator {
@@ -163,6 +163,13 @@ impl Communicator {
         }
         reported.sort_by_key(|(rank, _)| *rank);
         Ok(reported)
+    }
+}
+
+#[cfg(feature = "raw-engine")]
+impl Communicator {
+    pub(crate) fn control(&mut self) -> &mut Group {
+        &mut self.control
     }
 }
 

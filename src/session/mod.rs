@@ -7,6 +7,8 @@ mod broadcast;
 mod check;
 mod decide;
 mod options;
+#[cfg(feature = "raw-engine")]
+mod raw;
 mod reduce;
 mod survey;
 mod verdict;
@@ -20,6 +22,8 @@ use tch::Tensor;
 pub use self::decide::Summable;
 pub(crate) use self::options::Options;
 pub use self::options::{FencePolicy, SessionBuilder, Transport};
+#[cfg(feature = "raw-engine")]
+pub use self::raw::{Allocations, count_allocations};
 use crate::collective::agreement::{Field, Frame, Merged, REFUSED};
 use crate::collective::deadline::Deadline;
 use crate::collective::{Communicator, ConnectOptions, connect};

@@ -3,14 +3,17 @@
 #include <cxxabi.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -107,6 +110,74 @@ std::uint64_t header_abi_version() noexcept {
 
 std::uint64_t library_abi_version() noexcept {
   return aoti_torch_abi_version();
+}
+
+namespace {
+
+class CountingAllocator final : public c10::Allocator {
+ public:
+  explicit CountingAllocator(c10::Allocator* inner) : inner_(inner) {}
+
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    auto held = std::make_unique<Held>(Held{this, nbytes, inner_->allocate(nbytes)});
+    count.fetch_add(1);
+    const auto now = current.fetch_add(nbytes) + nbytes;
+    auto most = peak.load();
+    while (now > most && !peak.compare_exchange_weak(most, now)) {
+    }
+    void* data = held->memory.get();
+    const auto device = held->memory.device();
+    return {data, held.release(), &release, device};
+  }
+
+  void copy_data(void* destination, const void* source, std::size_t count) const override {
+    default_copy_data(destination, source, count);
+  }
+
+  std::atomic<std::uint64_t> count{0};
+  std::atomic<std::uint64_t> current{0};
+  std::atomic<std::uint64_t> peak{0};
+
+ private:
+  struct Held {
+    CountingAllocator* owner;
+    std::size_t nbytes;
+    c10::DataPtr memory;
+  };
+
+  static void release(void* context) {
+    const std::unique_ptr<Held> held(static_cast<Held*>(context));
+    held->owner->current.fetch_sub(held->nbytes);
+  }
+
+  c10::Allocator* inner_;
+};
+
+// Never freed: memory that it has given out names it.
+std::atomic<CountingAllocator*> counting{nullptr};
+
+} // namespace
+
+void start_counting_allocations() noexcept {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    counting = new CountingAllocator(c10::GetAllocator(c10::DeviceType::CPU));
+    c10::SetAllocator(c10::DeviceType::CPU, counting.load(), /*priority=*/255);
+  });
+  auto* allocator = counting.load();
+  allocator->count = 0;
+  allocator->current = 0;
+  allocator->peak = 0;
+}
+
+std::uint64_t allocation_count() noexcept {
+  const auto* allocator = counting.load();
+  return allocator == nullptr ? 0 : allocator->count.load();
+}
+
+std::uint64_t allocation_peak() noexcept {
+  const auto* allocator = counting.load();
+  return allocator == nullptr ? 0 : allocator->peak.load();
 }
 
 // ---- tensors -------------------------------------------------------------------------------------------------------

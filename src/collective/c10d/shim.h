@@ -47,6 +47,12 @@ struct TensorFacts;
 std::uint64_t header_abi_version() noexcept;
 std::uint64_t library_abi_version() noexcept;
 
+// Counts torch's CPU allocations of this process, for tests and benches. Installs an allocator around the one in use,
+// at the first call, for good; later calls only reset the counts.
+void start_counting_allocations() noexcept;
+std::uint64_t allocation_count() noexcept;
+std::uint64_t allocation_peak() noexcept;
+
 // ---- tensors -------------------------------------------------------------------------------------------------------
 
 TensorFacts inspect(const Tensor& tensor);
