@@ -19,9 +19,10 @@ from datetime import timedelta
 NO_TORCH = 3
 
 try:
-    import numpy  # noqa: F401  Tensor.numpy() needs it.
     import torch
     import torch.distributed as dist
+
+    import numpy  # noqa: F401, I001  Tensor.numpy() needs it.
 except ImportError as error:
     print(f"{sys.executable} cannot import what the comparison needs: {error}", file=sys.stderr)
     sys.exit(NO_TORCH)
@@ -182,7 +183,7 @@ def carry_out(run, entries, inputs, outputs):
 
 
 def rank_main(rank, folder, job, inputs):
-    signal.alarm(job["seconds"])
+    signal.alarm(2 * job["seconds"])
     outputs = Outputs()
     own = job["ranks"][rank]
     dist.init_process_group(
@@ -190,7 +191,7 @@ def rank_main(rank, folder, job, inputs):
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=len(job["ranks"]),
-        timeout=timedelta(seconds=job["seconds"]),
+        timeout=timedelta(seconds=job["seconds"] / 2),
     )
     result = {
         "runs": [carry_out(run, own["parameters"], inputs, outputs) for run in job["runs"]],
@@ -209,7 +210,7 @@ def rank_main(rank, folder, job, inputs):
 def main(folder):
     job = json.loads((folder / "job.json").read_text())
     # A last resort, should the tests end without ending this process.
-    signal.alarm(job["seconds"])
+    signal.alarm(2 * job["seconds"])
     torch.set_num_threads(1)
     inputs = Inputs((folder / "job.bin").read_bytes())
     # Forked, so that torch is imported once; nothing has run in this process that a child could miss.
