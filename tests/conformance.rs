@@ -679,3 +679,19 @@ fn digests_are_those_of_pytorch() {
         );
     }
 }
+
+// ---- layouts that mean nothing -------------------------------------------------------------------------------------
+
+/// A tensor of one element is contiguous whatever its stride, also where it travels on its own.
+#[test]
+fn one_element_is_broadcast_whatever_its_stride() {
+    let in_place = |_: usize, builder: sft_sync::SessionBuilder| builder.in_place_bytes(1);
+    let received = ranks_with(2, in_place, |session| {
+        let layout = if session.rank() == 0 { Contiguous } else { OddOnes };
+        let value = layout.source(Kind::Float, &[1], |count| fill(Kind::Float, session.rank() as u64, count));
+        let parameters = Parameters::from_named([("one", value.tensor().set_requires_grad(true))]).unwrap();
+        session.broadcast_trainable_parameters(&parameters).map(|_| digest(parameters.iter().next().unwrap().1))
+    });
+    let received: Vec<String> = received.into_iter().collect::<sft_sync::Result<_>>().unwrap();
+    assert_eq!(received[0], received[1]);
+}
