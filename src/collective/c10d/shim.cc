@@ -309,7 +309,8 @@ std::unique_ptr<Tensor> take_grad(const Tensor& parameter) {
 
 std::unique_ptr<Tensor> as_bytes(const Tensor& tensor) {
   TORCH_CHECK(plain(tensor), "only a plain contiguous tensor can be seen as bytes");
-  return std::make_unique<Tensor>(tensor.detach().view({-1}).view(at::kByte));
+  // Not view(-1): a single element counts as contiguous whatever its stride is, and a view would keep that stride.
+  return std::make_unique<Tensor>(tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte));
 }
 
 std::unique_ptr<Tensor> materialize(const Tensor& tensor) {
