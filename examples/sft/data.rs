@@ -92,8 +92,7 @@ impl Dataset {
         }
         let mut dataset = Self { training: Vec::new(), held_out: Vec::new(), long_prompt: 0 };
         for (index, example) in examples.into_iter().enumerate() {
-            let part =
-                if index % HELD_OUT_EVERY == 0 { &mut dataset.held_out } else { &mut dataset.training };
+            let part = if index % HELD_OUT_EVERY == 0 { &mut dataset.held_out } else { &mut dataset.training };
             part.push(example);
         }
         let count = dataset.training.len();

@@ -91,7 +91,6 @@ fn command(rank: usize, ranks: usize, port: u16, report: &Path, out: Option<&Pat
         .env("RANK", rank.to_string())
         .env("LOCAL_RANK", rank.to_string())
         .env("WORLD_SIZE", ranks.to_string())
-        .env("LOCAL_WORLD_SIZE", ranks.to_string())
         .env("MASTER_ADDR", "127.0.0.1")
         .env("MASTER_PORT", port.to_string())
         .env(LAUNCHER, std::process::id().to_string())

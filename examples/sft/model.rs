@@ -36,16 +36,13 @@ impl Model {
         let store = VarStore::new(Device::Cpu);
         let root = store.root();
         tch::manual_seed(seed);
-        let tokens = frozen(&root / "tokens", &[VOCABULARY, WIDTH], 0.5);
-        let positions = frozen(&root / "positions", &[i64::from(context), WIDTH], 0.1);
+        let tokens = frozen(&(&root / "tokens"), &[VOCABULARY, WIDTH], 0.5);
+        let positions = frozen(&(&root / "positions"), &[i64::from(context), WIDTH], 0.1);
         let bases: Vec<BlockBase> = (0..LAYERS).map(|layer| BlockBase::new(&(&root / "blocks" / layer))).collect();
-        let head_base = frozen(&root / "head", &[VOCABULARY, WIDTH], 0.02);
+        let head_base = frozen(&(&root / "head"), &[VOCABULARY, WIDTH], 0.02);
         tch::manual_seed(adapter_seed);
-        let blocks = bases
-            .into_iter()
-            .enumerate()
-            .map(|(layer, base)| Block::new(&(&root / "blocks" / layer), base))
-            .collect();
+        let blocks =
+            bases.into_iter().enumerate().map(|(layer, base)| Block::new(&(&root / "blocks" / layer), base)).collect();
         let long_prompt = Lora::new(&(&root / "long_prompt"), WIDTH, WIDTH);
         // Declared, trainable, known to the optimizer, and in no graph: weight decay must not touch it either.
         let _reserve = Lora::new(&(&root / "reserve"), WIDTH, WIDTH);
@@ -94,14 +91,14 @@ struct BlockBase {
 
 impl BlockBase {
     fn new(path: &Path<'_>) -> Self {
-        let square = |name: &str| frozen(path / name, &[WIDTH, WIDTH], fan_in(WIDTH));
+        let square = |name: &str| frozen(&(path / name), &[WIDTH, WIDTH], fan_in(WIDTH));
         Self {
             query: square("query"),
             key: square("key"),
             value: square("value"),
             output: square("output"),
-            up: frozen(path / "up", &[HIDDEN, WIDTH], fan_in(WIDTH)),
-            down: frozen(path / "down", &[WIDTH, HIDDEN], fan_in(HIDDEN)),
+            up: frozen(&(path / "up"), &[HIDDEN, WIDTH], fan_in(WIDTH)),
+            down: frozen(&(path / "down"), &[WIDTH, HIDDEN], fan_in(HIDDEN)),
         }
     }
 }
@@ -207,6 +204,6 @@ fn fan_in(inputs: i64) -> f64 {
     (inputs as f64).sqrt().recip()
 }
 
-fn frozen(path: Path<'_>, size: &[i64], deviation: f64) -> Tensor {
+fn frozen(path: &Path<'_>, size: &[i64], deviation: f64) -> Tensor {
     path.add("weight", Tensor::randn(size, (Kind::Float, Device::Cpu)) * deviation, false)
 }

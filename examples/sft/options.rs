@@ -27,6 +27,12 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
 
+    /// Threads that each rank computes and hashes on.
+    ///
+    /// One makes a rank's results independent of the number of cores, and does not suffer on a busy machine.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..))]
+    pub(crate) threads: u8,
+
     /// Does not run the same batches on one rank first to compare the losses.
     #[arg(long)]
     pub(crate) no_compare: bool,
@@ -43,7 +49,7 @@ pub(crate) struct Options {
 #[derive(Clone, Debug, Args, Serialize)]
 pub(crate) struct Training {
     /// Optimizer steps.
-    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) steps: u64,
 
     /// Examples in a global batch, over all ranks and micro-batches.
@@ -113,11 +119,4 @@ pub(crate) fn who() -> String {
         Ok(rank) => format!("sft, rank {rank}"),
         Err(_) => "sft".to_string(),
     }
-}
-
-/// Threads for this rank: the cores shared out among the ranks of this machine.
-pub(crate) fn threads(world_size: usize) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let local = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|text| text.parse().ok()).unwrap_or(world_size);
-    (cores / local.max(1)).max(1)
 }

@@ -12,7 +12,7 @@ use crate::Outcome;
 use crate::data::{Batches, Dataset, Example, share};
 use crate::launch;
 use crate::model::{Model, RESERVE};
-use crate::options::{self, Options, Training};
+use crate::options::{Options, Training};
 use crate::progress::{self, Progress};
 use crate::report::{self, Losses, Summary};
 
@@ -24,7 +24,7 @@ const EVALUATION_BATCH: usize = 8;
 /// Runs as the rank that the environment says.
 pub(crate) fn run(options: &Options, dataset: &Dataset) -> Outcome<()> {
     launch::die_with_launcher()?;
-    let mut session = connect()?;
+    let mut session = connect(options.threads)?;
     let training = &options.training;
     check_same_start(&mut session, training, dataset)?;
 
@@ -65,13 +65,11 @@ pub(crate) fn run(options: &Options, dataset: &Dataset) -> Outcome<()> {
     Ok(())
 }
 
-/// As [`SyncSession::from_env`], with this rank's share of the cores.
-fn connect() -> Outcome<SyncSession> {
-    let world_size = std::env::var("WORLD_SIZE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
-    let threads = options::threads(world_size);
-    tch::set_num_threads(i32::try_from(threads)?);
+/// As [`SyncSession::from_env`], with limits that fit a short run.
+fn connect(threads: u8) -> Outcome<SyncSession> {
+    tch::set_num_threads(i32::from(threads));
     Ok(SyncSession::builder_from_env()?
-        .threads(threads)
+        .threads(usize::from(threads))
         .connect_timeout(Duration::from_secs(60))
         .operation_timeout(Duration::from_secs(120))
         .build()?)
@@ -138,8 +136,7 @@ impl History {
         }
         self.steps_with_absent += u64::from(step.locally_absent > 0);
         self.most_unused = self.most_unused.max(step.globally_unused);
-        self.fewest_unused =
-            if first { step.globally_unused } else { self.fewest_unused.min(step.globally_unused) };
+        self.fewest_unused = if first { step.globally_unused } else { self.fewest_unused.min(step.globally_unused) };
     }
 }
 
@@ -209,8 +206,7 @@ impl<'a> Trainer<'a> {
 
     /// Goes backward from each micro-batch; the sum of this rank's losses.
     fn backward(&self, step: u64, examples: &[&Example], tokens: u64) -> f64 {
-        let breaks =
-            self.training.break_step == Some(step) && self.session.rank() + 1 == self.session.world_size();
+        let breaks = self.training.break_step == Some(step) && self.session.rank() + 1 == self.session.world_size();
         let mut total = if breaks { f64::NAN } else { 0.0 };
         // A rank may have fewer examples than micro-batches, or none: it then has no gradients.
         let size = examples.len().div_ceil(self.training.accumulation).max(1);
@@ -292,13 +288,7 @@ fn check_saved(path: &Path, training: &Training, verified: &Verified) -> Outcome
     Ok(())
 }
 
-fn print_results(
-    summary: &Summary,
-    history: &History,
-    absent: u64,
-    trainable: &Parameters,
-    verified: &Verified,
-) {
+fn print_results(summary: &Summary, history: &History, absent: u64, trainable: &Parameters, verified: &Verified) {
     let skipped = history.losses.iter().filter(|loss| loss.is_none()).count();
     println!("ranks: {}, steps: {}, skipped: {skipped}", summary.world_size, history.losses.len());
     println!(
