@@ -49,21 +49,15 @@ pub(crate) fn read(directory: &Path) -> Outcome<(Losses, Summary)> {
     Ok((losses, summary))
 }
 
-/// The largest difference between two runs and the step where it is.
-pub(crate) fn largest_difference(one: &Losses, other: &Losses) -> Outcome<(f64, usize)> {
+/// How far apart two runs are, step by step.
+pub(crate) fn differences(one: &Losses, other: &Losses) -> Outcome<Vec<f64>> {
     if one.len() != other.len() {
         return Err(format!("one run made {} steps and the other {}", one.len(), other.len()).into());
     }
-    let mut largest = (0.0, 0);
-    for (step, pair) in one.iter().zip(other).enumerate() {
-        let difference = match pair {
-            (Some(one), Some(other)) => (one - other).abs(),
-            (None, None) => 0.0,
-            _ => return Err(format!("one run skipped step {step} and the other did not").into()),
-        };
-        if difference > largest.0 {
-            largest = (difference, step);
-        }
-    }
-    Ok(largest)
+    let difference = |(step, pair): (usize, (&Option<f64>, &Option<f64>))| match pair {
+        (Some(one), Some(other)) => Ok((one - other).abs()),
+        (None, None) => Ok(0.0),
+        _ => Err(format!("one run skipped step {step} and the other did not").into()),
+    };
+    one.iter().zip(other).enumerate().map(difference).collect()
 }
