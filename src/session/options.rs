@@ -105,8 +105,8 @@ impl SessionBuilder {
         }
     }
 
-    /// Takes what launchers set: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`,
-    /// `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RESTART_COUNT` and `GLOO_SOCKET_IFNAME`.
+    /// Takes what launchers set: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    /// `MASTER_PORT`, `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RESTART_COUNT` and `GLOO_SOCKET_IFNAME`.
     ///
     /// # Errors
     ///
@@ -132,6 +132,12 @@ impl SessionBuilder {
         self.interface = lookup("GLOO_SOCKET_IFNAME")
             .and_then(|list| list.split(',').next().map(|name| name.trim().to_string()))
             .filter(|name| !name.is_empty());
+        if let Some(text) = lookup("LOCAL_WORLD_SIZE") {
+            // Ranks on one host share its cores.
+            let ranks: usize = number("LOCAL_WORLD_SIZE", &text)?;
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            self.options.threads = (cores / ranks.max(1)).max(1);
+        }
         self.rendezvous = Some(Rendezvous::Tcp {
             host: required("MASTER_ADDR")?,
             port: number("MASTER_PORT", &required("MASTER_PORT")?)?,
@@ -228,7 +234,8 @@ impl SessionBuilder {
         self
     }
 
-    /// Threads for hashing. One for each core unless told.
+    /// Threads for hashing. One for each core unless told, or this rank's share of them under a launcher that sets
+    /// `LOCAL_WORLD_SIZE`.
     pub fn threads(mut self, threads: usize) -> Self {
         self.options.threads = threads;
         self

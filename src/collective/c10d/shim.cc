@@ -58,10 +58,12 @@ char io_kind(const std::string& message) {
   return mentions_timeout(message) ? kTimeout : kConnection;
 }
 
-// Without the "[file:line] " that Gloo puts in front.
+// Without the "[file:line] " that Gloo puts in front, and without its advice to look at the remote worker's log.
 std::string encode(char kind, const std::string& message) {
-  const auto end = !message.empty() && message.front() == '[' ? message.find("] ") : std::string::npos;
-  return std::string(1, kind) + (end == std::string::npos ? message : message.substr(end + 2));
+  auto begin = !message.empty() && message.front() == '[' ? message.find("] ") : std::string::npos;
+  begin = begin == std::string::npos ? 0 : begin + 2;
+  const auto end = message.find(". This is typically caused by");
+  return std::string(1, kind) + message.substr(begin, end == std::string::npos ? end : end - begin);
 }
 
 // The first line is the message; libtorch may append a C++ stack trace.
