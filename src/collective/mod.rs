@@ -22,7 +22,7 @@ use crate::error::{EngineError, Position};
 /// What a store call after a failure may take, before the store counts as lost.
 const STORE_PATIENCE: Duration = Duration::from_millis(500);
 /// How long works in flight may take to end after their connections were closed. They need milliseconds.
-const DRAIN: Duration = Duration::from_millis(1000);
+const DRAIN: Duration = Duration::from_secs(1);
 
 /// Connected ranks.
 pub(crate) struct Communicator {
