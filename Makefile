@@ -5,7 +5,7 @@ features := fault-injection,raw-engine
 with := . scripts/environment.sh &&
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint doc chaos clean
+.PHONY: help demo test lint doc chaos bench clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -28,6 +28,9 @@ doc: ## Build the documentation into target/doc.
 
 chaos: ## 200 seeded scenarios with one fault each. One alone: make chaos ARGS="--only SEED"
 	@$(with) cargo test --locked --features $(features) --test chaos -- $(or $(ARGS),--count 200)
+
+bench: ## The crate beside the raw engine and beside PyTorch; writes target/bench.json.
+	@$(with) cargo bench --locked --features raw-engine --bench compare -- $(ARGS)
 
 clean: ## Remove what was built. The libtorch cache stays.
 	@cargo clean

@@ -321,6 +321,7 @@ impl Exchanger {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation)] // Ranks and lengths are small here.
 mod tests {
     use proptest::prelude::*;
 
@@ -401,6 +402,56 @@ mod tests {
             for index in 0..MASK_BITS {
                 prop_assert_eq!(union.get(index), masks.iter().any(|bits| bits[index]));
             }
+        }
+    }
+
+    /// Over real connections, for every world size up to 17, with ranks that dawdle by turns: a rank may be a whole
+    /// exchange ahead of another. Lengths change between exchanges.
+    #[test]
+    fn exchanges_over_gloo_are_an_or_whoever_is_late() {
+        use std::time::Duration;
+
+        use rand::rngs::StdRng;
+        use rand::{Rng, SeedableRng};
+
+        use super::{Exchanger, Faults};
+        use crate::collective::c10d::{Group, NetworkDevice, Store};
+        use crate::collective::deadline::Deadline;
+
+        const MINUTE: Duration = Duration::from_secs(60);
+        const EXCHANGES: u64 = 12;
+        let length = |exchange: u64| [9, super::FRAME, 1, 4099][exchange as usize % 4];
+        // Few bits each, so that the OR is not all ones.
+        let bytes = |rank: usize, exchange: u64| -> Vec<u8> {
+            let mut random = StdRng::seed_from_u64(exchange * 100 + rank as u64);
+            (0..length(exchange)).map(|_| 1_u8.checked_shl(random.random_range(0..60)).unwrap_or(0)).collect()
+        };
+        for world in 1..=17 {
+            let store = Store::hash().unwrap();
+            std::thread::scope(|scope| {
+                for rank in 0..world {
+                    let store = &store;
+                    scope.spawn(move || {
+                        let device = NetworkDevice { interface: None, hostname: Some("127.0.0.1") };
+                        let mut group = Group::gloo(store, rank as u32, world as u32, MINUTE, device).unwrap();
+                        let mut exchanger = Exchanger::new(rank, world, Faults::default());
+                        let mut random = StdRng::seed_from_u64(rank as u64);
+                        for exchange in 0..EXCHANGES {
+                            if random.random_bool(0.2) {
+                                std::thread::sleep(Duration::from_micros(random.random_range(0..3000)));
+                            }
+                            let mut held = bytes(rank, exchange);
+                            exchanger.or(&mut group, &mut held, &Deadline::after(MINUTE)).unwrap();
+                            let expected = (0..world).fold(vec![0; held.len()], |mut all, rank| {
+                                all.iter_mut().zip(bytes(rank, exchange)).for_each(|(all, byte)| *all |= byte);
+                                all
+                            });
+                            assert_eq!(held, expected, "exchange {exchange} of {world} ranks");
+                        }
+                        assert_eq!(group.outstanding(), 0);
+                    });
+                }
+            });
         }
     }
 
