@@ -569,6 +569,24 @@ pub struct Divergence {
     pub compared: usize,
     /// Each tensor that is not the same on all ranks, in name order.
     pub tensors: Vec<TensorDivergence>,
+    /// Where the first tensor that all ranks hold with one dtype and shape differs first, if there is such a tensor.
+    pub first: Option<FirstDifference>,
+}
+
+/// The first element that is not the same on all ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FirstDifference {
+    /// The name of the tensor.
+    pub tensor: String,
+    /// The element's position, one number a dimension.
+    pub index: Vec<i64>,
+    /// Who holds what there: the value, and its bits in hexadecimal. At most eight sides.
+    pub sides: Vec<Side>,
+    /// Chunks of 1 MiB that the tensor has.
+    pub chunks: usize,
+    /// How many of them are not the same on all ranks.
+    pub chunks_differing: usize,
 }
 
 /// A tensor that is not the same on all ranks.
@@ -608,6 +626,14 @@ impl fmt::Display for Divergence {
         }
         if self.tensors.len() > Self::SHOWN {
             write!(f, "\n  and {} more", self.tensors.len() - Self::SHOWN)?;
+        }
+        if let Some(first) = &self.first {
+            let values = first.sides.iter().map(|side| format!("{}: {}", ranks(&side.ranks), side.value)).join("; ");
+            write!(
+                f,
+                "\n  first in {} at {:?}: {values} ({} of its {} chunks of 1 MiB differ)",
+                first.tensor, first.index, first.chunks_differing, first.chunks
+            )?;
         }
         Ok(())
     }

@@ -108,8 +108,8 @@ pub use crate::collective::{InProcess, Rendezvous};
 pub use crate::consistency::{Digest, Verified, tensor_digest};
 pub use crate::error::{
     ConnectError, ConnectProblem, ConnectStage, Desynchronization, DesynchronizedField, Divergence, EngineError,
-    EngineErrorKind, Interruption, Operation, Position, Refusal, Result, SchemaDifference, Side, Stage, SyncError,
-    TensorDivergence, TensorError, TensorProblem,
+    EngineErrorKind, FirstDifference, Interruption, Operation, Position, Refusal, Result, SchemaDifference, Side,
+    Stage, SyncError, TensorDivergence, TensorError, TensorProblem,
 };
 pub use crate::parameters::{NamedTensor, Parameters};
 #[cfg(feature = "raw-engine")]

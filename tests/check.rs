@@ -87,6 +87,33 @@ fn one_flipped_bit_is_found_and_named_whoever_holds_it() {
 }
 
 #[test]
+fn the_first_differing_element_is_shown_with_its_values() {
+    for world in [2, 3, 5] {
+        let report = differ(world, |session| {
+            // 3.4 chunks of 1 MiB; the second and the last differ, the first difference is in the second.
+            let tensor = patterned(0, 0, &[900, 1000], Kind::Float);
+            if session.rank() == 1 {
+                let _ = tensor.get(300).get(7).fill_(1234.5);
+                let _ = tensor.get(899).get(999).fill_(-1.0);
+            }
+            // What comes earlier in the list and is not comparable does not matter.
+            let other = Tensor::zeros([2 + i64::from(session.rank() == 1)], (Kind::Float, Device::Cpu));
+            session.assert_rank_equal([("a", other), ("b", tensor.transpose(0, 1).contiguous().transpose(0, 1))], "end")
+        });
+        assert_eq!(report.tensors.len(), 2);
+        let first = report.first.as_ref().unwrap();
+        assert_eq!((first.tensor.as_str(), first.index.as_slice()), ("b", [300, 7].as_slice()));
+        assert_eq!((first.chunks, first.chunks_differing), (4, 2));
+        let usual = common::pattern(0, 0, 900_000)[300_007];
+        assert!(first.sides[0].value.starts_with(&format!("{usual:?} (0x")), "{:?}", first.sides);
+        assert_eq!(first.sides[1].value, "1234.5 (0x449a5000)");
+        assert_eq!((first.sides[0].ranks.len(), first.sides[1].ranks.as_slice()), (world - 1, [1].as_slice()));
+        let text = report.to_string();
+        assert!(text.contains("first in b at [300, 7]") && text.contains("2 of its 4 chunks"), "{text}");
+    }
+}
+
+#[test]
 fn shape_dtype_presence_and_names_matter() {
     let zeros = |shape: &[i64], kind| Tensor::zeros(shape, (kind, Device::Cpu));
     let report = differ(2, |session| {
@@ -106,6 +133,7 @@ fn shape_dtype_presence_and_names_matter() {
     assert_eq!(report.compared, 7);
     assert_eq!(report.tensors[1].sides[0].value, "no tensor");
     assert_eq!(report.tensors[1].sides[1].value, "nothing under that name");
+    assert_eq!(report.first, None, "nothing here can be compared element by element");
 }
 
 #[test]

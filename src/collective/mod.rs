@@ -101,6 +101,22 @@ impl Communicator {
             .collect()
     }
 
+    /// Collective, over the control group: replaces `bytes`, whose length has been agreed, by those of `root`.
+    pub(crate) fn broadcast_bytes(
+        &mut self,
+        bytes: &mut [u8],
+        root: usize,
+        deadline: &Deadline,
+    ) -> Result<(), EngineError> {
+        let root = u32::try_from(root).map_err(|_| EngineError::other("too many ranks"))?;
+        let mut tensor = tensor_of(bytes.len())?;
+        c10d::write_bytes(&mut tensor, bytes)?;
+        let ticket = self.control.broadcast(&tensor, root, deadline.remaining())?;
+        self.control.wait(ticket, deadline.remaining())?;
+        bytes.copy_from_slice(c10d::bytes(&tensor)?);
+        Ok(())
+    }
+
     /// Closes both groups, so that peers fail in milliseconds, and waits until nothing is in flight any more.
     pub(crate) fn abort(&mut self) {
         // Both first: a peer that waits on one of them should not have to wait for the other to drain.

@@ -111,5 +111,5 @@ pub(crate) fn compare(at: Position, by_rank: &[Vec<Entry>]) -> Divergence {
             Some(TensorDivergence { name: (*name).to_string(), sides, majority })
         })
         .collect();
-    Divergence { at, compared: names.len(), tensors }
+    Divergence { at, compared: names.len(), tensors, first: None }
 }

@@ -50,7 +50,9 @@ impl SyncSession {
                 .map(|bytes| decode(bytes))
                 .collect::<std::result::Result<Vec<_>, _>>()
                 .during(Stage::Details)?;
-            Err(Failure::Verdict(SyncError::RanksDiffer(Box::new(compare(call.at.clone(), &by_rank)))))
+            let mut report = compare(call.at.clone(), &by_rank);
+            session.locate(call, &tensors, &by_rank, &mut report)?;
+            Err(Failure::Verdict(SyncError::RanksDiffer(Box::new(report))))
         })
     }
 

@@ -6,6 +6,7 @@
 mod broadcast;
 mod check;
 mod decide;
+mod locate;
 mod options;
 #[cfg(feature = "raw-engine")]
 mod raw;
