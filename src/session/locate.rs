@@ -105,7 +105,7 @@ fn comparable(name: &str, by_rank: &[Vec<Entry>]) -> bool {
             entry.content.as_ref().map(|content| &content.kind)
         })
         .collect();
-    kinds.iter().all(|kind| kind.is_some()) && kinds.iter().all_equal()
+    kinds.iter().all(Option::is_some) && kinds.iter().all_equal()
 }
 
 /// The position of an element in a tensor of this shape, from its position in logical order.
@@ -126,7 +126,7 @@ fn unravel(flat: usize, shape: &[i64]) -> Vec<i64> {
 
 /// The value of one element, with its bits: values that print alike may differ in them.
 fn show(bytes: &[u8], dtype: DType) -> String {
-    let bits: String = bytes.iter().rev().map(|byte| format!("{byte:02x}")).collect();
+    let bits = bytes.iter().rev().map(|byte| format!("{byte:02x}")).join("");
     match value(bytes, dtype) {
         Some(value) => format!("{value} (0x{bits})"),
         None => format!("0x{bits}"),
