@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 /// A place in an operation.
+#[cfg_attr(not(feature = "fault-injection"), allow(unreachable_pub))] // Exported with the feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Point {
