@@ -37,6 +37,23 @@ pub(super) struct Bucket {
     pub(super) nbytes: usize,
 }
 
+/// Withdraws the gradients when it is dropped: on every way out but success, a panic included.
+struct Withdrawal<'a>(Option<&'a Parameters>);
+
+impl Withdrawal<'_> {
+    fn cancel(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Withdrawal<'_> {
+    fn drop(&mut self) {
+        if let Some(parameters) = self.0 {
+            parameters.withdraw_gradients();
+        }
+    }
+}
+
 struct Whole {
     target: Tensor,
     /// A contiguous copy, where the target itself cannot travel.
@@ -132,12 +149,12 @@ impl SyncSession {
         parameters: &Parameters,
         local_tokens: Option<u64>,
     ) -> Result<SyncReport> {
-        let result = self
-            .run(operation, Some(step), None, |session, call| session.synchronize_body(call, parameters, local_tokens));
-        if result.is_err() {
-            parameters.withdraw_gradients();
-        }
-        result
+        let unless_done = Withdrawal(Some(parameters));
+        let report = self.run(operation, Some(step), None, |session, call| {
+            session.synchronize_body(call, parameters, local_tokens)
+        })?;
+        unless_done.cancel();
+        Ok(report)
     }
 
     fn synchronize_body(
