@@ -176,8 +176,12 @@ fn show(report: &Report, show_evidence: bool) {
         scenario.place(),
         report.outcome
     );
-    for failure in &report.failures {
+    let shown = if show_evidence { report.failures.len() } else { 6 };
+    for failure in report.failures.iter().take(shown) {
         println!("       not so: {failure}");
+    }
+    if report.failures.len() > shown {
+        println!("       and {} more", report.failures.len() - shown);
     }
     if !report.failures.is_empty() {
         println!("       replay: cargo test --features fault-injection --test chaos -- --only {}", scenario.seed);

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use sft_sync::{FencePolicy, Operation, Parameters, SessionBuilder, SyncError, SyncSession, Transport};
@@ -11,6 +12,9 @@ use sft_sync::{FencePolicy, Operation, Parameters, SessionBuilder, SyncError, Sy
 use crate::model::{self, Model};
 use crate::record::{Log, Moment, Outcome, Record, now_ms};
 use crate::scenario::{Caller, Kind, Scenario, Shape, asks, checks};
+
+/// Longer than a closed connection may take to be noticed.
+const LINGER: Duration = Duration::from_secs(3);
 
 /// The loop is over before its last step.
 pub(crate) struct Over;
@@ -67,6 +71,10 @@ impl<'a> Trainer<'a> {
     /// From connecting to shutting down.
     pub(crate) fn run(&mut self, builder: SessionBuilder) {
         let _: Flow<()> = self.connect(builder).and_then(|()| self.train());
+        if self.fault == Some(Kind::EngineFailure) && self.scenario.caller == Caller::Ignores {
+            // The others must have been told by the failure, not by the end of this process.
+            thread::sleep(LINGER);
+        }
         let start = Instant::now();
         drop(self.session.take());
         self.log.write(&Record::Dropped { ms: millis(start.elapsed()) });
