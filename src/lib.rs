@@ -105,7 +105,7 @@ mod session;
 mod tensor;
 
 pub use crate::collective::{InProcess, Rendezvous};
-pub use crate::consistency::{Digest, Verified, tensor_digest};
+pub use crate::consistency::{Digest, DigestAlgorithm, Verified, tensor_digest};
 pub use crate::error::{
     ConnectError, ConnectProblem, ConnectStage, Desynchronization, DesynchronizedField, Divergence, EngineError,
     EngineErrorKind, FirstDifference, Interruption, Operation, Position, Refusal, Result, SchemaDifference, Side,

@@ -66,6 +66,7 @@ mod ffi {
         fn bump_version(tensor: &Tensor) -> Result<()>;
         fn bytes(tensor: &Tensor) -> Result<&[u8]>;
         fn write_bytes(tensor: &Tensor, source: &[u8]) -> Result<()>;
+        fn prefetch(bytes: &[u8]);
         fn take_grad(parameter: &Tensor) -> Result<UniquePtr<Tensor>>;
         fn as_bytes(tensor: &Tensor) -> Result<UniquePtr<Tensor>>;
         fn materialize(tensor: &Tensor) -> Result<UniquePtr<Tensor>>;
@@ -211,6 +212,11 @@ pub(crate) fn bytes(tensor: &Tensor) -> Result<&[u8]> {
 /// Overwrites a CPU tensor of uint8 with as many bytes.
 pub(crate) fn write_bytes(tensor: &mut Tensor, source: &[u8]) -> Result<()> {
     Ok(ffi::write_bytes(torch(tensor), source)?)
+}
+
+/// Asks for the cache lines of `bytes` and does not wait for them. A hint: nothing is read.
+pub(crate) fn prefetch(bytes: &[u8]) {
+    ffi::prefetch(bytes);
 }
 
 /// The parameter's gradient, detached and fit to be written in place: an absent one is set to zeros first, one whose

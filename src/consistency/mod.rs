@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use self::digest::{Content, Entry};
-pub use self::digest::{Digest, tensor_digest};
+pub use self::digest::{Digest, DigestAlgorithm, tensor_digest};
 use crate::error::{Divergence, EngineError, Position, TensorDivergence, sides};
 
 /// Proof that all ranks held the same tensors at one moment.
@@ -20,16 +20,22 @@ use crate::error::{Divergence, EngineError, Position, TensorDivergence, sides};
 pub struct Verified {
     call: u64,
     phase: String,
+    algorithm: DigestAlgorithm,
     root: Digest,
     entries: Vec<Entry>,
 }
 
 impl Verified {
-    pub(crate) fn new(call: u64, phase: &str, root: Digest, entries: Vec<Entry>) -> Self {
-        Self { call, phase: phase.to_string(), root, entries }
+    pub(crate) fn new(call: u64, phase: &str, algorithm: DigestAlgorithm, root: Digest, entries: Vec<Entry>) -> Self {
+        Self { call, phase: phase.to_string(), algorithm, root, entries }
     }
 
-    /// The digest over all names and digests.
+    /// What the digests were made with. Those of a fingerprint mean nothing outside this check.
+    pub fn algorithm(&self) -> DigestAlgorithm {
+        self.algorithm
+    }
+
+    /// The digest over all names and digests: SHA-256, whatever the algorithm of the digests is.
     pub fn root(&self) -> Digest {
         self.root
     }
@@ -89,7 +95,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Vec<Entry>, EngineError> {
 /// What differs, from every rank's entries in the order of ranks. The same on every rank, since all hold the same.
 ///
 /// A name that a rank did not list is not the same as an explicitly absent tensor under that name.
-pub(crate) fn compare(at: Position, by_rank: &[Vec<Entry>]) -> Divergence {
+pub(crate) fn compare(at: Position, algorithm: DigestAlgorithm, by_rank: &[Vec<Entry>]) -> Divergence {
     let maps: Vec<BTreeMap<&str, Option<&Content>>> = by_rank
         .iter()
         .map(|entries| entries.iter().map(|entry| (entry.name.as_str(), entry.content.as_ref())).collect())
@@ -103,7 +109,7 @@ pub(crate) fn compare(at: Position, by_rank: &[Vec<Entry>]) -> Divergence {
                 return None;
             }
             let sides = sides(maps.iter().map(|map| match map.get(name) {
-                Some(Some(content)) => format!("{} sha256 {}", content.kind, content.digest),
+                Some(Some(content)) => format!("{} {algorithm} {}", content.kind, content.digest),
                 Some(None) => "no tensor".into(),
                 None => "nothing under that name".into(),
             }));

@@ -4,8 +4,8 @@ use tracing::info_span;
 
 use super::{During, Failure, SyncSession};
 use crate::collective::agreement::Field;
-use crate::consistency::digest::{Hasher, root};
-use crate::consistency::{Digest, Verified, compare, decode, encode};
+use crate::consistency::digest::{Hasher, Method, root};
+use crate::consistency::{Digest, DigestAlgorithm, Verified, compare, decode, encode};
 use crate::error::{EngineError, Operation, Result, Stage, SyncError, TensorError};
 use crate::parameters::NamedTensor;
 
@@ -27,21 +27,39 @@ impl SyncSession {
         tensors: impl IntoIterator<Item = T>,
         phase: &str,
     ) -> Result<Verified> {
+        self.assert_rank_equal_with(self.options.digest, tensors, phase)
+    }
+
+    /// As [`assert_rank_equal`](Self::assert_rank_equal), by another algorithm than the builder's for this once.
+    /// Collective.
+    ///
+    /// # Errors
+    ///
+    /// As [`assert_rank_equal`](Self::assert_rank_equal); [`SyncError::Desynchronized`] also if ranks bring different
+    /// algorithms.
+    pub fn assert_rank_equal_with<T: Into<NamedTensor>>(
+        &mut self,
+        algorithm: DigestAlgorithm,
+        tensors: impl IntoIterator<Item = T>,
+        phase: &str,
+    ) -> Result<Verified> {
         let tensors: Vec<NamedTensor> = tensors.into_iter().map(Into::into).collect();
         self.run(Operation::AssertRankEqual, None, Some(phase), |session, call| {
+            call.content = algorithm.name();
             let hashed = {
-                let _entered = info_span!("digest", tensors = tensors.len()).entered();
-                session.hasher().during(Stage::Local)?.digests(&tensors)
+                let _entered = info_span!("digest", %algorithm, tensors = tensors.len()).entered();
+                let method = Method::new(algorithm, &session.secret, call.at.call);
+                session.hasher().during(Stage::Local)?.digests(&method, &tensors)
             };
             let (entries, refusal) = match hashed {
                 Ok(entries) => (entries, None),
                 Err(error) => (Vec::new(), Some::<TensorError>(error)),
             };
             let own: Digest = root(&entries);
-            let frame = session.frame(call).root(own.as_bytes());
+            let frame = session.frame(call).content(algorithm.code()).root(own.as_bytes());
             let merged = session.agree(call, frame, refusal.as_ref())?;
             if merged.agrees(Field::Root) {
-                return Ok(Verified::new(call.at.call, phase, own, entries));
+                return Ok(Verified::new(call.at.call, phase, algorithm, own, entries));
             }
             let bytes = encode(&entries).during(Stage::Local)?;
             let gathered = session.communicator.gather(&bytes, &call.deadline).during(Stage::Details)?;
@@ -50,7 +68,7 @@ impl SyncSession {
                 .map(|bytes| decode(bytes))
                 .collect::<std::result::Result<Vec<_>, _>>()
                 .during(Stage::Details)?;
-            let mut report = compare(call.at.clone(), &by_rank);
+            let mut report = compare(call.at.clone(), algorithm, &by_rank);
             session.locate(call, &tensors, &by_rank, &mut report)?;
             Err(Failure::Verdict(SyncError::RanksDiffer(Box::new(report))))
         })

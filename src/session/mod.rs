@@ -56,6 +56,8 @@ pub struct SyncSession {
     /// Flat buffers that small tensors travel in, kept from step to step.
     flats: HashMap<DType, Tensor>,
     hasher: Option<Hasher>,
+    /// Rank 0's, the same on all ranks: the keys of fingerprints are derived from it.
+    secret: [u8; 32],
     faults: Faults,
 }
 
@@ -101,6 +103,8 @@ pub(crate) struct Call {
     at: Position,
     deadline: Deadline,
     parameters_unspecified: bool,
+    /// What the frame's content field stands for, for the report of a difference.
+    content: &'static str,
 }
 
 /// Why a call's body ended early.
@@ -172,15 +176,27 @@ impl SyncSession {
             plan: reduce::Plan::default(),
             flats: HashMap::new(),
             hasher: None,
+            secret: [0; 32],
             faults: connect_options.faults.clone(),
         };
         // Tells builds and options apart before the first real call.
         let left = connect_options.limit.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
         session.run_within(left, Operation::Connect, None, None, |session, call| {
-            session.agree(call, session.frame(call), None).map(drop)
+            session.agree(call, session.frame(call), None)?;
+            session.share_secret(call)
         })?;
         tracing::info!(seconds = start.elapsed().as_secs_f64(), "connected");
         Ok(session)
+    }
+
+    /// Gives rank 0's secret to all ranks. Collective.
+    fn share_secret(&mut self, call: &Call) -> Outcome<()> {
+        if self.rank() == 0 {
+            let problem = |error| EngineError::other(format!("no random bytes from the operating system: {error}"));
+            getrandom::fill(&mut self.secret).map_err(problem).during(Stage::Local)?;
+        }
+        // The others bring zeros.
+        self.communicator.or(&mut self.secret, &call.deadline).during(Stage::Data)
     }
 
     /// This rank.
@@ -237,7 +253,7 @@ impl SyncSession {
     ) -> Result<T> {
         if let Some(at) = self.under_way.take() {
             let cause = EngineError::other("the call panicked");
-            let call = Call { at, deadline: Deadline::after(limit), parameters_unspecified: true };
+            let call = Call { at, deadline: Deadline::after(limit), parameters_unspecified: true, content: "" };
             // Kept as the poison; what is returned now is that it is poisoned.
             let _ = self.interrupt(&call, Stage::Local, cause);
         }
@@ -246,7 +262,7 @@ impl SyncSession {
         }
         self.calls += 1;
         let at = Position { operation, step, phase: phase.map(String::from), call: self.calls, bucket: None };
-        let mut call = Call { at, deadline: Deadline::after(limit), parameters_unspecified: false };
+        let mut call = Call { at, deadline: Deadline::after(limit), parameters_unspecified: false, content: "" };
         let span = tracing::info_span!("operation", name = operation.name(), step, call = call.at.call);
         let _entered = span.enter();
         self.under_way = Some(call.at.clone());

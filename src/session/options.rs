@@ -6,6 +6,7 @@ use tch::Kind;
 
 use super::SyncSession;
 use crate::collective::{ConnectOptions, Rendezvous};
+use crate::consistency::DigestAlgorithm;
 use crate::error::{Result, SyncError};
 use crate::fault::Faults;
 
@@ -41,6 +42,7 @@ pub(crate) struct Options {
     pub(crate) transport: Transport,
     pub(crate) fence_policy: FencePolicy,
     pub(crate) reduce_in_float32: bool,
+    pub(crate) digest: DigestAlgorithm,
     pub(crate) operation_timeout: Duration,
     pub(crate) grace: Duration,
     pub(crate) threads: usize,
@@ -56,6 +58,7 @@ impl Options {
             ("transport", format!("{:?}", self.transport)),
             ("fence_policy", format!("{:?}", self.fence_policy)),
             ("reduction_dtype", if self.reduce_in_float32 { "float32".into() } else { "as the gradient".to_string() }),
+            ("digest", self.digest.to_string()),
         ]
         .map(|(name, value)| (name.to_string(), value))
         .into()
@@ -96,6 +99,7 @@ impl SessionBuilder {
                 transport: Transport::default(),
                 fence_policy: FencePolicy::default(),
                 reduce_in_float32: false,
+                digest: DigestAlgorithm::default(),
                 operation_timeout: Duration::from_secs(600),
                 grace: Duration::from_millis(500),
                 threads: 0,
@@ -231,6 +235,12 @@ impl SessionBuilder {
     /// supported.
     pub fn reduction_dtype(mut self, kind: Kind) -> Self {
         self.reduction_dtype = Some(kind);
+        self
+    }
+
+    /// What [`assert_rank_equal`](SyncSession::assert_rank_equal) compares tensors by. SHA-256 unless told.
+    pub fn digest(mut self, algorithm: DigestAlgorithm) -> Self {
+        self.options.digest = algorithm;
         self
     }
 

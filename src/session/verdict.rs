@@ -17,6 +17,7 @@ use crate::parameters::SchemaLine;
 struct Detail {
     protocol: u32,
     at: Position,
+    content: String,
     options: Vec<(String, String)>,
     schema: [u8; 16],
     refusal: Option<TensorError>,
@@ -34,6 +35,7 @@ impl SyncSession {
         let own = Detail {
             protocol: PROTOCOL,
             at: call.at.clone(),
+            content: call.content.to_string(),
             options: self.options.shared(),
             schema: self.schema.digest,
             refusal: refusal.cloned(),
@@ -77,7 +79,9 @@ impl SyncSession {
         Ok(SyncError::Desynchronized(Box::new(Desynchronization {
             call: call.at.call,
             field: DesynchronizedField::Content,
-            sides: sides(details.iter().map(|detail| detail.at.to_string())),
+            sides: sides(
+                details.iter().map(|detail| format!("{} {}", detail.at, detail.content).trim_end().to_string()),
+            ),
         })))
     }
 

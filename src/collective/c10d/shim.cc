@@ -298,6 +298,13 @@ void write_bytes(const Tensor& tensor, rust::Slice<const std::uint8_t> source) {
   }
 }
 
+void prefetch(rust::Slice<const std::uint8_t> bytes) noexcept {
+  constexpr std::size_t cache_line = 64;
+  for (std::size_t offset = 0; offset < bytes.size(); offset += cache_line) {
+    __builtin_prefetch(bytes.data() + offset);
+  }
+}
+
 std::unique_ptr<Tensor> take_grad(const Tensor& parameter) {
   const c10::AutoGradMode no_grad(false);
   auto& grad = parameter.mutable_grad();

@@ -65,6 +65,7 @@ void bump_version(const Tensor& tensor);
 rust::Slice<const std::uint8_t> bytes(const Tensor& tensor);
 // Overwrites a contiguous CPU tensor of uint8 with as many bytes.
 void write_bytes(const Tensor& tensor, rust::Slice<const std::uint8_t> source);
+void prefetch(rust::Slice<const std::uint8_t> bytes) noexcept;
 
 // The parameter's gradient, detached and fit to be written: an absent one is first set to zeros of the parameter's
 // shape and layout, one whose elements share memory (an expanded one) is first replaced by a contiguous copy.
