@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +16,8 @@ pub type Result<T> = std::result::Result<T, SyncError>;
 /// Why an operation did not do what it was asked for.
 ///
 /// Variants that concern all ranks ([`Refused`], [`Desynchronized`], [`SchemaDiffers`], [`RanksDiffer`],
-/// [`Uncountable`]) are the same on every rank, in the same call, and come before any data has moved: the session
-/// stays usable. [`Interrupted`] means that a process or a link failed: survivors may see it one call apart, and the
+/// [`Uncountable`], [`CommitRefused`]) are the same on every rank, in the same call, and come before any data has moved:
+/// the session stays usable. [`Interrupted`] means that a process or a link failed: survivors may see it one call apart, and the
 /// session refuses everything afterwards ([`Poisoned`]).
 ///
 /// [`Refused`]: Self::Refused
@@ -24,6 +25,7 @@ pub type Result<T> = std::result::Result<T, SyncError>;
 /// [`SchemaDiffers`]: Self::SchemaDiffers
 /// [`RanksDiffer`]: Self::RanksDiffer
 /// [`Uncountable`]: Self::Uncountable
+/// [`CommitRefused`]: Self::CommitRefused
 /// [`Interrupted`]: Self::Interrupted
 /// [`Poisoned`]: Self::Poisoned
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +67,13 @@ pub enum SyncError {
         /// Zero, or an overflow.
         problem: String,
     },
+    /// A checkpoint was not committed, or not known to last. The same on every rank; the session goes on. What stands
+    /// under the checkpoint's name is the old one or the new one, complete.
+    #[error(transparent)]
+    CommitRefused(Box<CommitRefusal>),
+    /// A checkpoint, or a tensor loaded from it, is not what was saved. Local.
+    #[error(transparent)]
+    Checkpoint(Box<CheckpointError>),
     /// A process or a link failed, or the deadline passed, while ranks depended on each other. The session is poisoned.
     #[error(transparent)]
     Interrupted(Box<Interruption>),
@@ -96,6 +105,7 @@ impl SyncError {
                 | Self::SchemaDiffers(_)
                 | Self::RanksDiffer(_)
                 | Self::Uncountable { .. }
+                | Self::CommitRefused(_)
         )
     }
 
@@ -130,6 +140,8 @@ pub enum Operation {
     Sum = 7,
     /// `shutdown`.
     Shutdown = 8,
+    /// `commit_checkpoint`.
+    CommitCheckpoint = 9,
 }
 
 impl Operation {
@@ -144,6 +156,7 @@ impl Operation {
             Self::AllAgree => "all_agree",
             Self::Sum => "sum",
             Self::Shutdown => "shutdown",
+            Self::CommitCheckpoint => "commit_checkpoint",
         }
     }
 }
@@ -218,6 +231,11 @@ impl EngineError {
 
     pub(crate) fn other(message: impl Into<String>) -> Self {
         Self::new(EngineErrorKind::Other, message)
+    }
+
+    /// The same failure, told with what was going on.
+    pub(crate) fn context(self, doing: &str) -> Self {
+        Self { kind: self.kind, message: format!("{doing}: {}", self.message) }
     }
 
     /// What kind of failure it was.
@@ -523,7 +541,7 @@ pub struct Desynchronization {
 }
 
 /// Ranks that hold the same value, where others hold another.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Side {
     /// The ranks, ascending.
@@ -637,6 +655,179 @@ impl fmt::Display for Divergence {
         }
         Ok(())
     }
+}
+
+/// Why a checkpoint was not committed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{at}: refused by rank {rank}: {problem}")]
+#[non_exhaustive]
+pub struct CommitRefusal {
+    /// The call.
+    pub at: Position,
+    /// The lowest rank that refused; rank 0, which writes, unless tokens were wrong.
+    pub rank: usize,
+    /// What was wrong.
+    pub problem: CommitProblem,
+}
+
+/// What was wrong with a commit.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum CommitProblem {
+    /// The token comes from another session.
+    #[error("the token was made by another session")]
+    ForeignToken,
+    /// The token is not the latest of its session.
+    #[error("the token is of the check in call {check}; the latest check was in call {latest}")]
+    StaleToken {
+        /// The call that made the token.
+        check: u64,
+        /// The call of the session's latest successful check.
+        latest: u64,
+    },
+    /// Ranks brought tokens of different checks.
+    #[error("ranks brought tokens of different checks: {}", list(sides))]
+    TokensDiffer {
+        /// Who brought which.
+        sides: Vec<Side>,
+    },
+    /// The path cannot name a checkpoint.
+    #[error("{path:?} cannot name a checkpoint: {problem}")]
+    Path {
+        /// The path.
+        path: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The writer returned an error.
+    #[error("the writer failed: {message}")]
+    Writer {
+        /// The writer's error.
+        message: String,
+    },
+    /// The writer panicked.
+    #[error("the writer panicked: {message}")]
+    WriterPanicked {
+        /// The panic's message.
+        message: String,
+    },
+    /// What the writer left cannot be read back.
+    #[error("what was written cannot be read back: {message}")]
+    Unreadable {
+        /// Why not.
+        message: String,
+    },
+    /// The file holds no tensor.
+    #[error("what was written holds no tensor")]
+    Empty,
+    /// The file holds a tensor that the check did not cover.
+    #[error("tensor {tensor:?} was written, but the check did not cover it")]
+    NotCovered {
+        /// The first such tensor in name order.
+        tensor: String,
+    },
+    /// A tensor in the file is not the one that was checked: it was changed in between, as by a step, or not written
+    /// faithfully.
+    #[error("tensor {tensor:?} was checked as {checked} and written as {written}{}", more(*.others))]
+    Differs {
+        /// The first such tensor in name order.
+        tensor: String,
+        /// What was checked.
+        checked: String,
+        /// What was written.
+        written: String,
+        /// How many more tensors differ.
+        others: usize,
+    },
+    /// The file system failed.
+    #[error("{doing} failed: {message}")]
+    Io {
+        /// What was being done.
+        doing: String,
+        /// The system's message.
+        message: String,
+    },
+}
+
+fn more(others: usize) -> String {
+    match others {
+        0 => String::new(),
+        1 => "; 1 more differs".into(),
+        _ => format!("; {others} more differ"),
+    }
+}
+
+fn list(sides: &[Side]) -> String {
+    sides.iter().map(|side| format!("{}: {}", ranks(&side.ranks), side.value)).join("; ")
+}
+
+/// A checkpoint is not what was saved.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("checkpoint {}: {problem}", manifest.display())]
+#[non_exhaustive]
+pub struct CheckpointError {
+    /// The manifest.
+    pub manifest: PathBuf,
+    /// What is wrong.
+    pub problem: CheckpointProblem,
+}
+
+/// What is wrong with a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointProblem {
+    /// A file cannot be read.
+    #[error("{} cannot be read: {message}", file.display())]
+    Io {
+        /// The manifest, or the data file that it names.
+        file: PathBuf,
+        /// The system's message.
+        message: String,
+    },
+    /// The manifest is not one, or contradicts itself.
+    #[error("the manifest is not usable: {message}")]
+    Manifest {
+        /// Why.
+        message: String,
+    },
+    /// The data file is not in the format that its extension says.
+    #[error("{} is malformed: {message}", file.display())]
+    Malformed {
+        /// The data file.
+        file: PathBuf,
+        /// Why.
+        message: String,
+    },
+    /// The data file ends before the end of a tensor.
+    #[error("the data file ends within tensor {tensor:?}")]
+    CutOff {
+        /// The first tensor that is not whole.
+        tensor: String,
+    },
+    /// A tensor that was saved is not there.
+    #[error("tensor {tensor:?} was saved and is missing")]
+    Missing {
+        /// The first such tensor in name order.
+        tensor: String,
+    },
+    /// A tensor is there that was not saved.
+    #[error("tensor {tensor:?} is there, but was not saved")]
+    Unexpected {
+        /// The first such tensor in name order.
+        tensor: String,
+    },
+    /// A tensor is not the one that was saved.
+    #[error("tensor {tensor:?} was saved as {saved} and is {found}{}", more(*.others))]
+    Differs {
+        /// The first such tensor in name order.
+        tensor: String,
+        /// What was saved.
+        saved: String,
+        /// What is there.
+        found: String,
+        /// How many more tensors differ.
+        others: usize,
+    },
 }
 
 /// What a rank was waiting for when an operation was interrupted.

@@ -20,6 +20,14 @@ pub enum Point {
     DataPosted,
     /// A bucket's collectives are complete, and not yet unpacked.
     DataDone,
+    /// Rank 0's writer has returned; what it wrote has not been read back.
+    CommitWritten,
+    /// What was written is on disk and equals what was checked; its name is still temporary.
+    CommitVerified,
+    /// The data has its name; the manifest does not name it.
+    CommitDataRenamed,
+    /// The manifest names the new data; the other ranks have not been told.
+    CommitManifestRenamed,
     /// A call's work is complete; it is about to return.
     CallLeaving,
 }

@@ -105,14 +105,18 @@ mod session;
 mod tensor;
 
 pub use crate::collective::{InProcess, Rendezvous};
-pub use crate::consistency::{Digest, DigestAlgorithm, Verified, tensor_digest};
-pub use crate::error::{
-    ConnectError, ConnectProblem, ConnectStage, Desynchronization, DesynchronizedField, Divergence, EngineError,
-    EngineErrorKind, FirstDifference, Interruption, Operation, Position, Refusal, Result, SchemaDifference, Side,
-    Stage, SyncError, TensorDivergence, TensorError, TensorProblem,
+pub use crate::consistency::{
+    CheckedTensor, Digest, DigestAlgorithm, Manifest, SavedTensor, Verified, manifest_path, tensor_digest,
+    verify_checkpoint,
 };
-pub use crate::parameters::{NamedTensor, Parameters};
+pub use crate::error::{
+    CheckpointError, CheckpointProblem, CommitProblem, CommitRefusal, ConnectError, ConnectProblem, ConnectStage,
+    Desynchronization, DesynchronizedField, Divergence, EngineError, EngineErrorKind, FirstDifference, Interruption,
+    Operation, Position, Refusal, Result, SchemaDifference, Side, Stage, SyncError, TensorDivergence, TensorError,
+    TensorProblem,
+};
+pub use crate::parameters::{NamedTensor, Parameters, Scalar};
 #[cfg(feature = "raw-engine")]
 #[doc(hidden)]
 pub use crate::session::{Allocations, count_allocations};
-pub use crate::session::{FencePolicy, SessionBuilder, Summable, SyncReport, SyncSession, Transport};
+pub use crate::session::{Committed, FencePolicy, SessionBuilder, Summable, SyncReport, SyncSession, Transport};

@@ -147,6 +147,63 @@ impl<S: Into<String>> From<(S, Option<Tensor>)> for NamedTensor {
     }
 }
 
+impl NamedTensor {
+    /// A single number or truth value, such as a step or a learning rate, as a tensor of no dimension: `int64`, `float64`
+    /// or `bool`.
+    ///
+    /// ```
+    /// use sft_sync::NamedTensor;
+    ///
+    /// let state = [NamedTensor::scalar("step", 12_u64), NamedTensor::scalar("learning_rate", 2e-4)];
+    /// # drop(state);
+    /// ```
+    pub fn scalar(name: impl Into<String>, value: impl Scalar) -> Self {
+        Self { name: name.into(), tensor: Some(value.tensor()) }
+    }
+
+    /// Bytes, such as the state of a random number generator, as a `uint8` tensor of one dimension.
+    pub fn bytes(name: impl Into<String>, bytes: &[u8]) -> Self {
+        Self { name: name.into(), tensor: Some(Tensor::from_slice(bytes)) }
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// What [`NamedTensor::scalar`] takes: `u64`, `usize`, `i64`, `i32`, `f64`, `f32` and `bool`.
+///
+/// Integers become `int64`: unsigned ones above its range keep their bits. Floats become `float64`.
+pub trait Scalar: sealed::Sealed {
+    #[doc(hidden)]
+    fn tensor(self) -> Tensor;
+}
+
+macro_rules! scalars {
+    ($($type:ty => $as:expr),*) => {$(
+        impl sealed::Sealed for $type {}
+        impl Scalar for $type {
+            fn tensor(self) -> Tensor {
+                Tensor::from($as(self))
+            }
+        }
+    )*};
+}
+
+scalars! {
+    u64 => bits,
+    usize => |value| bits(value as u64),
+    i64 => i64::from,
+    i32 => i64::from,
+    f64 => f64::from,
+    f32 => f64::from,
+    bool => bool::from
+}
+
+fn bits(value: u64) -> i64 {
+    i64::from_ne_bytes(value.to_ne_bytes())
+}
+
 /// What one pass over the parameters found, on this rank, in this call.
 ///
 /// Kept from call to call: while nothing about the parameters has changed, digest and plan are used again.

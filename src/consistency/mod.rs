@@ -3,6 +3,9 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod digest;
+pub(crate) mod draft;
+pub(crate) mod manifest;
+mod saved;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,14 +13,19 @@ use serde::{Deserialize, Serialize};
 
 use self::digest::{Content, Entry};
 pub use self::digest::{Digest, DigestAlgorithm, tensor_digest};
+pub use self::manifest::{CheckedTensor, Manifest, SavedTensor, manifest_path, verify_checkpoint};
 use crate::error::{Divergence, EngineError, Position, TensorDivergence, sides};
 
 /// Proof that all ranks held the same tensors at one moment.
 ///
-/// Made by [`assert_rank_equal`](crate::SyncSession::assert_rank_equal) only; holds the digests that were compared.
+/// Made by [`assert_rank_equal`](crate::SyncSession::assert_rank_equal) only; holds the digests that were compared. Spent
+/// by [`commit_checkpoint`](crate::SyncSession::commit_checkpoint), in the session that made it, as long as that has made
+/// no later check.
 #[must_use = "a checkpoint should be written only with the proof that the replicas were equal"]
 #[derive(Debug)]
 pub struct Verified {
+    /// Of the session that made it.
+    session: u64,
     call: u64,
     phase: String,
     algorithm: DigestAlgorithm,
@@ -26,8 +34,25 @@ pub struct Verified {
 }
 
 impl Verified {
-    pub(crate) fn new(call: u64, phase: &str, algorithm: DigestAlgorithm, root: Digest, entries: Vec<Entry>) -> Self {
-        Self { call, phase: phase.to_string(), algorithm, root, entries }
+    pub(crate) fn new(
+        session: u64,
+        call: u64,
+        phase: &str,
+        algorithm: DigestAlgorithm,
+        root: Digest,
+        entries: Vec<Entry>,
+    ) -> Self {
+        Self { session, call, phase: phase.to_string(), algorithm, root, entries }
+    }
+
+    /// The identity of the session that made it.
+    pub(crate) fn session(&self) -> u64 {
+        self.session
+    }
+
+    /// What was checked, in name order.
+    pub(crate) fn entries(&self) -> &[Entry] {
+        &self.entries
     }
 
     /// What the digests were made with. Those of a fingerprint mean nothing outside this check.

@@ -59,7 +59,7 @@ impl SyncSession {
             let frame = session.frame(call).content(algorithm.code()).root(own.as_bytes());
             let merged = session.agree(call, frame, refusal.as_ref())?;
             if merged.agrees(Field::Root) {
-                return Ok(Verified::new(call.at.call, phase, algorithm, own, entries));
+                return Ok(Verified::new(session.identity, call.at.call, phase, algorithm, own, entries));
             }
             let bytes = encode(&entries).during(Stage::Local)?;
             let gathered = session.communicator.gather(&bytes, &call.deadline).during(Stage::Details)?;
@@ -75,7 +75,7 @@ impl SyncSession {
     }
 
     /// The threads to hash on, started at the first check.
-    fn hasher(&mut self) -> std::result::Result<&Hasher, EngineError> {
+    pub(super) fn hasher(&mut self) -> std::result::Result<&Hasher, EngineError> {
         if self.hasher.is_none() {
             let hasher = Hasher::new(self.options.threads).map_err(|error| EngineError::other(error.to_string()))?;
             self.hasher = Some(hasher);

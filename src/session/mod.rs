@@ -5,6 +5,7 @@
 
 mod broadcast;
 mod check;
+mod commit;
 mod decide;
 mod locate;
 mod options;
@@ -16,10 +17,12 @@ mod verdict;
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tch::Tensor;
 
+pub use self::commit::Committed;
 pub use self::decide::Summable;
 pub(crate) use self::options::Options;
 pub use self::options::{FencePolicy, SessionBuilder, Transport};
@@ -34,6 +37,8 @@ use crate::fault::{Faults, Point};
 use crate::parameters::{Schema, first_u64};
 use crate::tensor::DType;
 
+static NEXT_IDENTITY: AtomicU64 = AtomicU64::new(1);
+
 /// A rank among connected ranks.
 ///
 /// Its operations are **collective**: every rank calls them, in the same order. A rank that calls another one, or the
@@ -46,7 +51,13 @@ pub struct SyncSession {
     options: Options,
     options_digest: [u8; 16],
     local_rank: Option<usize>,
+    /// Tells this session's tokens from those of other sessions of the process.
+    identity: u64,
     calls: u64,
+    /// The call of the latest successful check.
+    latest_check: Option<u64>,
+    /// The step of the latest successful synchronization of gradients.
+    latest_step: Option<u64>,
     /// The first failure; everything afterwards is refused with it.
     poison: Option<Arc<SyncError>>,
     /// Set while a call is under way, so that a call that panicked is known.
@@ -169,7 +180,10 @@ impl SyncSession {
             options,
             options_digest,
             local_rank,
+            identity: NEXT_IDENTITY.fetch_add(1, Ordering::Relaxed),
             calls: 0,
+            latest_check: None,
+            latest_step: None,
             poison: None,
             under_way: None,
             schema: Schema::default(),
@@ -272,6 +286,13 @@ impl SyncSession {
             Ok(value)
         });
         self.under_way = None;
+        if outcome.is_ok() {
+            match operation {
+                Operation::AssertRankEqual => self.latest_check = Some(call.at.call),
+                Operation::SynchronizeGradients | Operation::SynchronizeGradientsPerToken => self.latest_step = step,
+                _ => {}
+            }
+        }
         outcome.map_err(|failure| match failure {
             Failure::Verdict(error) => {
                 tracing::warn!(%error, "refused by agreement");

@@ -44,6 +44,7 @@ pub(crate) struct Options {
     pub(crate) reduce_in_float32: bool,
     pub(crate) digest: DigestAlgorithm,
     pub(crate) operation_timeout: Duration,
+    pub(crate) commit_timeout: Duration,
     pub(crate) grace: Duration,
     pub(crate) threads: usize,
 }
@@ -101,6 +102,7 @@ impl SessionBuilder {
                 reduce_in_float32: false,
                 digest: DigestAlgorithm::default(),
                 operation_timeout: Duration::from_secs(600),
+                commit_timeout: Duration::from_secs(1800),
                 grace: Duration::from_millis(500),
                 threads: 0,
             },
@@ -200,6 +202,13 @@ impl SessionBuilder {
         self
     }
 
+    /// Deadline for [`commit_checkpoint`](SyncSession::commit_checkpoint) in place of that for an operation. 30 minutes
+    /// unless told: rank 0 writes the file in that time and reads it back, while the others wait.
+    pub fn commit_timeout(mut self, timeout: Duration) -> Self {
+        self.options.commit_timeout = timeout;
+        self
+    }
+
     /// How long after a failure a rank waits to hear where the others stood. 500 ms unless told.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.options.grace = grace;
@@ -286,9 +295,11 @@ impl SessionBuilder {
         if self.options.bucket_bytes == 0 {
             return Err(SyncError::configuration("bucket_bytes", "must be at least 1"));
         }
-        for (name, timeout) in
-            [("connect_timeout", self.connect_timeout), ("operation_timeout", self.options.operation_timeout)]
-        {
+        for (name, timeout) in [
+            ("connect_timeout", self.connect_timeout),
+            ("operation_timeout", self.options.operation_timeout),
+            ("commit_timeout", self.options.commit_timeout),
+        ] {
             if timeout.is_zero() {
                 return Err(SyncError::configuration(name, "must be longer than zero"));
             }

@@ -15,6 +15,7 @@ use std::sync::{Mutex, PoisonError};
 
 use itertools::Itertools;
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest as _, Sha256};
 use tch::Tensor;
 
@@ -102,6 +103,21 @@ impl fmt::Display for Digest {
     }
 }
 
+/// As [`Display`](fmt::Display).
+impl Serialize for Digest {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// From 64 hexadecimal digits.
+impl<'de> Deserialize<'de> for Digest {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        Self::from_hex(&text).ok_or_else(|| serde::de::Error::custom(format!("{text:?} is not a digest of 32 bytes")))
+    }
+}
+
 impl fmt::Debug for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Digest({self})")
@@ -127,7 +143,28 @@ pub(crate) struct Content {
 ///
 /// A shape of one dimension has no trailing comma: `(torch.Size([3]), torch.float32)`.
 fn head(shape: &[i64], dtype: DType) -> Option<String> {
-    Some(format!("(torch.Size([{}]), torch.{})", shape.iter().join(", "), dtype.name()?))
+    Some(head_of(shape, dtype.name()?))
+}
+
+fn head_of(shape: &[i64], dtype: &str) -> String {
+    format!("(torch.Size([{}]), torch.{dtype})", shape.iter().join(", "))
+}
+
+/// The digest of a tensor whose bytes come piece by piece, without torch.
+pub(crate) struct Incremental(Sha256);
+
+impl Incremental {
+    pub(crate) fn new(shape: &[i64], dtype: &str) -> Self {
+        Self(Sha256::new_with_prefix(head_of(shape, dtype)))
+    }
+
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    pub(crate) fn finish(self) -> Digest {
+        Digest(self.0.finalize().into())
+    }
 }
 
 /// An algorithm with what it needs for one check.
@@ -244,6 +281,11 @@ impl Hasher {
             .thread_name(|index| format!("sft-sync-hash-{index}"))
             .build()?;
         Ok(Self { pool })
+    }
+
+    /// Runs parallel work on these threads.
+    pub(crate) fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        self.pool.install(work)
     }
 
     /// Digests of all tensors, in name order. Those in CPU memory are hashed by the pool, contiguous ones where they lie;
