@@ -238,7 +238,8 @@ fn more_than_parameters_goes_into_one_check() {
     assert_eq!(manifest.also_checked[3].sha256, None);
 
     // On resuming: the adapters alone, or with their base and the state.
-    let all = |step| Parameters::all(&model(2)).unwrap().values().chain([base()]).chain(state(step)).collect::<Vec<_>>();
+    let all =
+        |step| Parameters::all(&model(2)).unwrap().values().chain([base()]).chain(state(step)).collect::<Vec<_>>();
     assert_is(&manifest, 2);
     manifest.check(all(12)).unwrap();
     let wrong = problem(manifest.check(all(13)).unwrap_err());
@@ -594,13 +595,13 @@ fn the_commit_has_a_deadline_of_its_own() {
     // Longer than an operation may take.
     ranks_with(
         3,
-        |_, builder| builder.operation_timeout(Duration::from_millis(700)),
+        |_, builder| builder.operation_timeout(Duration::from_secs(2)),
         |session| {
             let store = model(0);
             let verified = check(session, &store);
             session
                 .commit_checkpoint(verified, &path, |file| {
-                    thread::sleep(Duration::from_millis(1500));
+                    thread::sleep(Duration::from_secs(3));
                     store.save(file)
                 })
                 .unwrap();
@@ -609,20 +610,20 @@ fn the_commit_has_a_deadline_of_its_own() {
     // Longer than the commit may take: the others return by it, and nothing is committed.
     ranks_with(
         2,
-        |_, builder| builder.commit_timeout(Duration::from_millis(500)).grace(Duration::from_millis(100)),
+        |_, builder| builder.commit_timeout(Duration::from_secs(1)).grace(Duration::from_millis(100)),
         |session| {
             let store = model(1);
             let verified = check(session, &store);
             let start = Instant::now();
             let error = session
                 .commit_checkpoint(verified, &path, |file| {
-                    thread::sleep(Duration::from_millis(1500));
+                    thread::sleep(Duration::from_secs(3));
                     store.save(file)
                 })
                 .unwrap_err();
             assert!(error.is_interrupted(), "{error}");
             if session.rank() == 1 {
-                assert!(start.elapsed() < Duration::from_millis(1400), "took {:?}", start.elapsed());
+                assert!(start.elapsed() < Duration::from_millis(2500), "took {:?}", start.elapsed());
                 assert!(error.to_string().contains("while rank 0 wrote the file"), "{error}");
             }
         },
@@ -741,14 +742,14 @@ fn die() {
 #[test]
 fn a_killed_rank_0_leaves_one_of_the_two() {
     for (point, salt) in [
-        ("writer", Some(0)),
-        ("CommitWritten", Some(0)),
-        ("CommitVerified", Some(0)),
-        ("CommitDataRenamed", Some(0)),
-        ("CommitManifestRenamed", Some(1)),
-        ("CallLeaving", Some(1)),
-        ("ExchangePosted", Some(0)),
-        ("ExchangeSent", Some(0)),
+        ("writer", 0),
+        ("CommitWritten", 0),
+        ("CommitVerified", 0),
+        ("CommitDataRenamed", 0),
+        ("CommitManifestRenamed", 1),
+        ("CallLeaving", 1),
+        ("ExchangePosted", 0),
+        ("ExchangeSent", 0),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
@@ -760,16 +761,14 @@ fn a_killed_rank_0_leaves_one_of_the_two() {
         assert!(statuses[1].success() || point == "CallLeaving", "{point}: {:?}", statuses[1]);
 
         let manifest = verify_checkpoint(manifest_path(&path)).unwrap();
-        if let Some(salt) = salt {
-            assert_is(&manifest, salt);
-        }
+        assert_is(&manifest, salt);
         // What it left behind is in nobody's way.
         ranks(2, |session| commit(session, &model(2), &path).map(drop).unwrap());
         assert_is(&verify_checkpoint(manifest_path(&path)).unwrap(), 2);
     }
 }
 
-/// A disk of this many bytes and files, for the program that is run in it; `None` if there cannot be one here.
+/// A disk with these mount options, for the program that is run in it; `None` if there cannot be one here.
 fn on_a_small_disk(options: &str) -> Option<std::process::ExitStatus> {
     let folder = tempfile::tempdir().unwrap();
     let program = env::current_exe().unwrap();
@@ -795,7 +794,7 @@ fn on_a_small_disk(options: &str) -> Option<std::process::ExitStatus> {
     }
 }
 
-/// Commits as long as there is room, and finds the last one that had.
+/// What no longer fits is refused.
 fn full_disk(folder: &Path) {
     let path = folder.join("model.safetensors");
     let large = |salt: usize| {
@@ -805,7 +804,6 @@ fn full_disk(folder: &Path) {
     };
     ranks(2, |session| {
         commit(session, &model(0), &path).unwrap();
-        // Grows until it does not fit.
         let refusal = refusal(commit(session, &large(1), &path).unwrap_err());
         let text = refusal.to_string();
         assert!(text.contains("No space left"), "{text}");
@@ -817,7 +815,8 @@ fn full_disk(folder: &Path) {
 
 #[test]
 fn a_full_disk_leaves_the_checkpoint_before() {
-    for options in ["size=128k"] {
+    // No room for the data; room for the data and not for one more file, the manifest.
+    for options in ["size=128k", "nr_inodes=4"] {
         if let Some(status) = on_a_small_disk(options) {
             assert!(status.success(), "{options}: {status}");
         }

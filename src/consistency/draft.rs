@@ -80,8 +80,12 @@ impl Draft {
         self.temporary.push(file.clone());
         match catch_unwind(AssertUnwindSafe(|| writer(&file).map(drop))) {
             Ok(Ok(())) => Ok(()),
-            // The alternate form, because some error types tell their causes in it.
-            Ok(Err(error)) => Err(CommitProblem::Writer { message: format!("{error:#}") }),
+            Ok(Err(error)) => {
+                // The alternate form, because some error types tell their causes in it. Without the C++ stack trace that
+                // libtorch appends.
+                let text = format!("{error:#}");
+                Err(CommitProblem::Writer { message: text.split("\nframe #").next().unwrap_or_default().to_string() })
+            }
             Err(panic) => Err(CommitProblem::WriterPanicked { message: message(panic.as_ref()) }),
         }
     }
@@ -171,7 +175,8 @@ impl Draft {
     fn temporary_name(&self, extension: &str) -> PathBuf {
         // Keyed by the system's random numbers: unique also among hosts that share the folder.
         let random = RandomState::new().build_hasher().finish();
-        let dot = if self.stem.starts_with('.') { "" } else { "." };
+        // Hidden where it can be: torch takes no name whose only dot is its first character.
+        let dot = if self.stem.starts_with('.') || extension.is_empty() { "" } else { "." };
         self.folder.join(format!("{dot}{}-{}-{random:016x}-tmp{extension}", self.stem, std::process::id()))
     }
 }
