@@ -67,6 +67,7 @@
 //! | Bounded | Each call has one deadline and returns by it, whatever peers do. After a failure the grace period comes on top. |
 //! | Poison | After a failure the session refuses everything, with the first cause. |
 //! | No wrong step | Whatever error `synchronize_gradients` returns, no listed parameter has a gradient afterwards: stepping all the same changes nothing. |
+//! | Checkpoints | A committed checkpoint is, bit for bit, what all ranks were checked to hold; until it is committed the one before stands. |
 //! | Aliases | A tensor under two names is reduced once; overlapping storage is refused. Layouts may differ between ranks. |
 //!
 //! # Layers
@@ -76,7 +77,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | `session` | the order of things: numbered calls, one verdict, poisoning; one file for each operation |
-//! | `consistency` | digests, their comparison, the proof of equality |
+//! | `consistency` | digests, their comparison, the proof of equality; manifests, and checkpoints in the making |
 //! | `parameters` | named tensors in name order, aliases, the schema |
 //! | `bucket` | planning: pure, ignorant of collectives |
 //! | `collective` | rendezvous, the agreement, deadlines, store calls that cannot hold their caller |

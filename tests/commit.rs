@@ -256,6 +256,74 @@ fn more_than_parameters_goes_into_one_check() {
     assert_eq!(problem(manifest.check(fewer).unwrap_err()), CheckpointProblem::Missing { tensor: "layer.p1".into() });
 }
 
+/// The Python block of the README, run as it stands there.
+#[test]
+fn the_recipe_in_the_readme_computes_the_same_root() {
+    let readme = include_str!("../README.md");
+    let recipe = readme.split("```python\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    assert!(recipe.contains("def root_digest") && recipe.trim_end().lines().count() <= 20);
+    let driver = r#"
+import json, sys
+
+raw = open(sys.argv[1], "rb").read()
+start = 8 + int.from_bytes(raw[:8], "little")
+saved = {}
+for name, info in json.loads(raw[8:start]).items():
+    begin, end = info["data_offsets"]
+    assert info["dtype"] == "F32"
+    flat = torch.frombuffer(bytearray(raw[start + begin:start + end]), dtype=torch.float32) if end > begin else torch.empty(0)
+    saved[name] = flat.reshape(info["shape"])
+print(root_digest(saved))
+
+counted = torch.arange(24.0).reshape(2, 3, 4)
+print(root_digest({
+    "z": None,
+    "strided": counted.transpose(0, 2)[1:],
+    "conjugate": torch.complex(counted, -counted).conj(),
+    "half": counted.bfloat16(),
+    "step": torch.tensor(12),
+    "rate": torch.tensor(0.5, dtype=torch.float64),
+    "on": torch.tensor(True),
+    "bytes": torch.tensor([0, 1, 255], dtype=torch.uint8),
+    "\u00e9\U0001f600": torch.empty(0, 2),
+    "\uffee": torch.ones(1),
+}))
+"#;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let committed = ranks(1, |session| commit(session, &model(7), &path).unwrap()).remove(0);
+    let counted = Tensor::arange(24, (Kind::Float, Device::Cpu)).reshape([2, 3, 4]);
+    let checked = ranks(2, |session| {
+        let counted = counted.copy();
+        let named: Vec<NamedTensor> = vec![
+            ("z", None::<Tensor>).into(),
+            ("strided", counted.transpose(0, 2).narrow(0, 1, 3)).into(),
+            ("conjugate", Tensor::complex(&counted, &-&counted).conj()).into(),
+            ("half", counted.to_kind(Kind::BFloat16)).into(),
+            NamedTensor::scalar("step", 12_u64),
+            NamedTensor::scalar("rate", 0.5),
+            NamedTensor::scalar("on", true),
+            NamedTensor::bytes("bytes", &[0, 1, 255]),
+            ("\u{e9}\u{1f600}", Tensor::empty([0, 2], (Kind::Float, Device::Cpu))).into(),
+            ("\u{ffee}", Tensor::ones([1], (Kind::Float, Device::Cpu))).into(),
+        ];
+        session.assert_rank_equal(named, "end").unwrap().root()
+    });
+
+    let python = env::var_os("SFT_SYNC_PYTHON").unwrap_or_else(|| "python3".into());
+    let output = Command::new(&python)
+        .arg("-c")
+        .arg(format!("{recipe}{driver}"))
+        .arg(&committed.data)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap_or_else(|error| panic!("this test needs {}: {error}", python.display()));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "set SFT_SYNC_PYTHON to a Python that has PyTorch and numpy:\n{said}");
+    let lines = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(lines, format!("{}\n{}\n", committed.root, checked[0]));
+}
+
 #[test]
 fn a_step_between_check_and_commit_is_refused() {
     for world in 1..=4 {
@@ -535,7 +603,7 @@ fn a_manifest_that_is_not_usable_is_refused() {
     let name = Manifest::read(&manifest_file).unwrap().data;
     for (spoiled, expected) in [
         (whole[..whole.len() / 2].to_string(), "EOF"),
-        ("[]".into(), "invalid type"),
+        ("null".into(), "invalid type"),
         (whole.replace("checkpoint 1", "checkpoint 2"), "\"sft-sync checkpoint 2\""),
         (whole.replace(digest, &"0".repeat(64)), "root digest does not follow"),
         (whole.replace(digest, "0"), "is not a SHA-256 digest"),
