@@ -49,7 +49,7 @@ fn commit(session: &mut SyncSession, store: &VarStore, path: &Path) -> Result<Co
 /// One step: nothing is left as it was.
 fn change(store: &VarStore) {
     for mut variable in store.trainable_variables() {
-        no_grad(|| variable.f_add_scalar_(1.0)).unwrap();
+        let _ = no_grad(|| variable.f_add_scalar_(1.0)).unwrap();
     }
 }
 
@@ -285,16 +285,15 @@ print(root_digest({
     "rate": torch.tensor(0.5, dtype=torch.float64),
     "on": torch.tensor(True),
     "bytes": torch.tensor([0, 1, 255], dtype=torch.uint8),
-    "\u00e9\U0001f600": torch.empty(0, 2),
+    "\U0001f600\u00e9": torch.empty(0, 2),
     "\uffee": torch.ones(1),
 }))
 "#;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let committed = ranks(1, |session| commit(session, &model(7), &path).unwrap()).remove(0);
-    let counted = Tensor::arange(24, (Kind::Float, Device::Cpu)).reshape([2, 3, 4]);
     let checked = ranks(2, |session| {
-        let counted = counted.copy();
+        let counted = Tensor::arange(24, (Kind::Float, Device::Cpu)).reshape([2, 3, 4]);
         let named: Vec<NamedTensor> = vec![
             ("z", None::<Tensor>).into(),
             ("strided", counted.transpose(0, 2).narrow(0, 1, 3)).into(),
@@ -304,7 +303,7 @@ print(root_digest({
             NamedTensor::scalar("rate", 0.5),
             NamedTensor::scalar("on", true),
             NamedTensor::bytes("bytes", &[0, 1, 255]),
-            ("\u{e9}\u{1f600}", Tensor::empty([0, 2], (Kind::Float, Device::Cpu))).into(),
+            ("\u{1f600}\u{e9}", Tensor::empty([0, 2], (Kind::Float, Device::Cpu))).into(),
             ("\u{ffee}", Tensor::ones([1], (Kind::Float, Device::Cpu))).into(),
         ];
         session.assert_rank_equal(named, "end").unwrap().root()
@@ -786,19 +785,20 @@ fn killed_rank(folder: &Path, rank: usize, point: &str) {
     let verified = check(&mut session, &store);
     *commits.lock().unwrap() = 1;
     let start = Instant::now();
-    let error = session
-        .commit_checkpoint(verified, &path, |file| {
-            if point == "writer" {
-                store.save(file).unwrap();
-                let file = fs::File::options().write(true).open(file).unwrap();
-                file.set_len(file.metadata().unwrap().len() / 2).unwrap();
-                die();
-            }
-            store.save(file)
-        })
-        .unwrap_err();
-    // Only rank 1 comes here.
-    assert!(error.is_interrupted(), "{error}");
+    let outcome = session.commit_checkpoint(verified, &path, |file| {
+        if point == "writer" {
+            store.save(file).unwrap();
+            let file = fs::File::options().write(true).open(file).unwrap();
+            file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+            die();
+        }
+        store.save(file)
+    });
+    // Only rank 1 comes here. Where rank 0 was about to return, it had told this rank already.
+    match outcome {
+        Ok(_) => assert_eq!(point, "CallLeaving"),
+        Err(error) => assert!(error.is_interrupted(), "{error}"),
+    }
     assert!(start.elapsed() < Duration::from_secs(20), "took {:?}", start.elapsed());
 }
 
@@ -825,8 +825,7 @@ fn a_killed_rank_0_leaves_one_of_the_two() {
             (0..2).map(|rank| process(point, folder.path(), rank).process_group(0).spawn().unwrap()).collect();
         let statuses: Vec<_> = children.iter_mut().map(|child| child.wait().unwrap()).collect();
         assert_eq!(statuses[0].signal(), Some(Signal::SIGKILL as i32), "{point}");
-        // Where rank 0 had told its peer already, that one may have committed in peace.
-        assert!(statuses[1].success() || point == "CallLeaving", "{point}: {:?}", statuses[1]);
+        assert!(statuses[1].success(), "{point}: {:?}", statuses[1]);
 
         let manifest = verify_checkpoint(manifest_path(&path)).unwrap();
         assert_is(&manifest, salt);
