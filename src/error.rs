@@ -634,8 +634,7 @@ impl fmt::Display for Divergence {
             self.compared
         )?;
         for tensor in self.tensors.iter().take(Self::SHOWN) {
-            let groups =
-                tensor.sides.iter().map(|side| format!("{} hold {}", ranks(&side.ranks), side.value)).join("; ");
+            let groups = tensor.sides.iter().map(|side| format!("{}: {}", ranks(&side.ranks), side.value)).join("; ");
             let majority = match tensor.majority {
                 Some(side) => format!("majority: {}", ranks(&tensor.sides[side].ranks)),
                 None => "no majority: which side is right cannot be told".to_string(),
@@ -684,6 +683,15 @@ pub enum CommitProblem {
         check: u64,
         /// The call of the session's latest successful check.
         latest: u64,
+    },
+    /// The token's digests are not those that a manifest records.
+    #[error(
+        "the token was made by {algorithm}; a checkpoint needs a check by sha256, which `assert_rank_equal_with` makes \
+         whatever the session's algorithm is"
+    )]
+    Algorithm {
+        /// The algorithm of the check.
+        algorithm: String,
     },
     /// Ranks brought tokens of different checks.
     #[error("ranks brought tokens of different checks: {}", list(sides))]
@@ -872,7 +880,8 @@ pub struct Interruption {
     pub missing: Vec<usize>,
     /// Where the ranks that did report were when they failed.
     pub reported: Vec<(usize, Position)>,
-    /// The store could not be asked: its host is gone, or does not answer.
+    /// The store could not be asked, or not to the end: its host is gone, or does not answer. Some of the missing may
+    /// have reported to it.
     pub store_lost: bool,
     /// The call was a broadcast that had begun: parameters hold a mixture.
     pub parameters_unspecified: bool,
@@ -888,8 +897,8 @@ impl fmt::Display for Interruption {
             "{}: interrupted after {:.1?} (deadline {:.1?}) while {}: ",
             self.at, self.waited, self.limit, self.stage
         )?;
-        if self.store_lost {
-            f.write_str("the store's host does not answer, so who is missing is not known")?;
+        if self.store_lost && !self.missing.is_empty() {
+            write!(f, "the store's host does not answer, and nothing is known of {}", ranks(&self.missing))?;
         } else if self.missing.is_empty() {
             f.write_str("all ranks have reported the failure")?;
         } else {

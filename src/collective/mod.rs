@@ -131,54 +131,45 @@ impl Communicator {
 
     /// Tells the others where this rank was when it failed, and learns within `grace` where they were.
     pub(crate) fn post_mortem(&self, position: &Position, grace: Duration) -> PostMortem {
-        let others = (0..self.world_size).filter(|rank| *rank != self.rank);
-        match self.exchange_positions(position, grace) {
-            Ok(reported) => PostMortem {
-                missing: others.filter(|rank| reported.iter().all(|(other, _)| other != rank)).collect(),
-                reported,
-                store_lost: false,
-            },
-            Err(error) => {
-                tracing::warn!(%error, "the store could not be asked who is missing");
-                PostMortem { store_lost: true, ..PostMortem::default() }
-            }
+        let mut learned = PostMortem {
+            missing: (0..self.world_size).filter(|rank| *rank != self.rank).collect(),
+            ..PostMortem::default()
+        };
+        if let Err(error) = self.exchange_positions(position, grace, &mut learned) {
+            // The host may have told its own end before it went: what was learned until then stays.
+            tracing::warn!(%error, "the store could not be asked who is missing");
+            learned.store_lost = true;
         }
+        learned.reported.sort_by_key(|(rank, _)| *rank);
+        learned
     }
 
-    fn exchange_positions(&self, position: &Position, grace: Duration) -> Result<Vec<(usize, Position)>, EngineError> {
+    fn exchange_positions(
+        &self,
+        position: &Position,
+        grace: Duration,
+        learned: &mut PostMortem,
+    ) -> Result<(), EngineError> {
         let text = serde_json::to_vec(position).map_err(|error| EngineError::other(error.to_string()))?;
         let own = format!("failed/{}", self.rank);
         self.post_mortem.call(STORE_PATIENCE, move |store| store.set(&own, &text))?;
-        let mut waiting: Vec<usize> = (0..self.world_size).filter(|rank| *rank != self.rank).collect();
-        let mut reported = Vec::new();
         let start = Instant::now();
-        while !waiting.is_empty() {
-            let ask = waiting.clone();
-            let answers = self.post_mortem.call(STORE_PATIENCE, move |store| {
-                let mut answers = Vec::new();
-                for rank in ask {
-                    let key = format!("failed/{rank}");
-                    if store.has(&key)? {
-                        answers.push((rank, store.get(&key)?));
-                    }
-                }
-                Ok(answers)
-            })?;
-            for (rank, text) in answers {
-                waiting.retain(|other| *other != rank);
-                if let Ok(position) = serde_json::from_slice(&text) {
-                    reported.push((rank, position));
+        loop {
+            for rank in learned.missing.clone() {
+                let key = format!("failed/{rank}");
+                let answer = self.post_mortem.call(STORE_PATIENCE, move |store| {
+                    if store.has(&key)? { store.get(&key).map(Some) } else { Ok(None) }
+                })?;
+                if let Some(position) = answer.and_then(|text| serde_json::from_slice(&text).ok()) {
+                    learned.missing.retain(|other| *other != rank);
+                    learned.reported.push((rank, position));
                 }
             }
-            if start.elapsed() >= grace {
-                break;
+            if learned.missing.is_empty() || start.elapsed() >= grace {
+                return Ok(());
             }
-            if !waiting.is_empty() {
-                thread::sleep(Duration::from_millis(10));
-            }
+            thread::sleep(Duration::from_millis(10));
         }
-        reported.sort_by_key(|(rank, _)| *rank);
-        Ok(reported)
     }
 }
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::digest::{Content, Digest, Entry, Hasher, root};
+use super::digest::{Content, Digest, Entry, Hasher, Method, root};
 use super::saved::{self, ReadError};
 use crate::error::{CheckpointError, CheckpointProblem, Result, SyncError};
 use crate::parameters::NamedTensor;
@@ -206,7 +206,7 @@ impl Manifest {
     /// [`SyncError::Tensor`] for one that cannot be hashed.
     pub fn check<T: Into<NamedTensor>>(&self, tensors: impl IntoIterator<Item = T>) -> Result<()> {
         let named: Vec<NamedTensor> = tensors.into_iter().map(Into::into).collect();
-        let entries = self.hasher()?.digests(&named)?;
+        let entries = self.hasher()?.digests(&Method::Sha256, &named)?;
         self.compare(&entries).map_err(|problem| self.error(problem))
     }
 

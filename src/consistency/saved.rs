@@ -16,7 +16,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use tch::{Device, Tensor};
 
-use super::digest::{Hasher, Incremental};
+use super::digest::{Hasher, Incremental, Method};
 use super::manifest::SavedTensor;
 use crate::parameters::NamedTensor;
 use crate::tensor::inspect;
@@ -204,7 +204,7 @@ fn read_with_torch(path: &Path, hasher: &Hasher, pickled: bool) -> Result<Vec<Sa
 
 /// What a file would hold that has these tensors; absent ones are left out.
 fn describe(named: &[NamedTensor], hasher: &Hasher) -> Result<Vec<SavedTensor>, crate::error::TensorError> {
-    let entries = hasher.digests(named)?;
+    let entries = hasher.digests(&Method::Sha256, named)?;
     let by_name: std::collections::HashMap<&str, &Tensor> =
         named.iter().filter_map(|named| Some((named.name.as_str(), named.tensor.as_ref()?))).collect();
     entries

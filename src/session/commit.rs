@@ -10,7 +10,7 @@ use super::{Call, During, Failure, Outcome, SyncSession};
 use crate::collective::agreement::{Field, NO};
 use crate::consistency::draft::{Draft, Stop};
 use crate::consistency::manifest::Facts;
-use crate::consistency::{Digest, SavedTensor, Verified};
+use crate::consistency::{Digest, DigestAlgorithm, SavedTensor, Verified};
 use crate::error::{CommitProblem, CommitRefusal, EngineError, Operation, Position, Result, Stage, SyncError, sides};
 use crate::fault::Point;
 
@@ -62,7 +62,7 @@ impl SyncSession {
     /// called on rank 0 only.
     ///
     /// `verified` comes from [`assert_rank_equal`](Self::assert_rank_equal), in this session, with no other check after
-    /// it. `path` names the checkpoint, on rank 0's host: `run/adapters.safetensors` has the manifest
+    /// it, and by SHA-256, which is what the manifest records. `path` names the checkpoint, on rank 0's host: `run/adapters.safetensors` has the manifest
     /// `run/adapters.safetensors.json` and, beside it, a data file `run/adapters-0123456789abcdef.safetensors`, with the
     /// start of its root digest in its name. Its folder has to exist. Rank 0
     ///
@@ -190,6 +190,9 @@ impl SyncSession {
     fn token_problem(&self, verified: &Verified) -> Option<CommitProblem> {
         if verified.session() != self.identity {
             return Some(CommitProblem::ForeignToken);
+        }
+        if verified.algorithm() != DigestAlgorithm::Sha256 {
+            return Some(CommitProblem::Algorithm { algorithm: verified.algorithm().name().into() });
         }
         let latest = self.latest_check.unwrap_or(0);
         (verified.call() != latest).then(|| CommitProblem::StaleToken { check: verified.call(), latest })

@@ -16,6 +16,7 @@ mod survey;
 mod verdict;
 
 use std::collections::HashMap;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -60,8 +61,6 @@ pub struct SyncSession {
     latest_step: Option<u64>,
     /// The first failure; everything afterwards is refused with it.
     poison: Option<Arc<SyncError>>,
-    /// Set while a call is under way, so that a call that panicked is known.
-    under_way: Option<Position>,
     schema: Schema,
     plan: reduce::Plan,
     /// Flat buffers that small tensors travel in, kept from step to step.
@@ -185,7 +184,6 @@ impl SyncSession {
             latest_check: None,
             latest_step: None,
             poison: None,
-            under_way: None,
             schema: Schema::default(),
             plan: reduce::Plan::default(),
             flats: HashMap::new(),
@@ -265,12 +263,6 @@ impl SyncSession {
         phase: Option<&str>,
         body: impl FnOnce(&mut Self, &mut Call) -> Outcome<T>,
     ) -> Result<T> {
-        if let Some(at) = self.under_way.take() {
-            let cause = EngineError::other("the call panicked");
-            let call = Call { at, deadline: Deadline::after(limit), parameters_unspecified: true, content: "" };
-            // Kept as the poison; what is returned now is that it is poisoned.
-            let _ = self.interrupt(&call, Stage::Local, cause);
-        }
         if let Some(first) = &self.poison {
             return Err(SyncError::Poisoned { first: Arc::clone(first) });
         }
@@ -279,13 +271,18 @@ impl SyncSession {
         let mut call = Call { at, deadline: Deadline::after(limit), parameters_unspecified: false, content: "" };
         let span = tracing::info_span!("operation", name = operation.name(), step, call = call.at.call);
         let _entered = span.enter();
-        self.under_way = Some(call.at.clone());
-        let outcome = self.faults.reach(Point::CallEntered).during(Stage::Local).and_then(|()| {
+        // A panic goes on, once the peers have been told: they should not wait for a rank that does not come.
+        let outcome = panic::catch_unwind(AssertUnwindSafe(|| {
+            self.faults.reach(Point::CallEntered).during(Stage::Local)?;
             let value = body(self, &mut call)?;
             self.faults.reach(Point::CallLeaving).during(Stage::Local)?;
             Ok(value)
+        }))
+        .unwrap_or_else(|panicked| {
+            // Kept as the poison; nobody is there to take the error.
+            let _ = self.interrupt(&call, Stage::Local, EngineError::other("the call panicked"));
+            panic::resume_unwind(panicked)
         });
-        self.under_way = None;
         if outcome.is_ok() {
             match operation {
                 Operation::AssertRankEqual => self.latest_check = Some(call.at.call),
