@@ -181,7 +181,9 @@ fn strides_and_lazy_bits_never_matter_and_every_bit_of_every_dtype_does() {
         for shape in [[5_usize, 7], [257, 191]] {
             let mut bytes = some_bytes(shape[0] * shape[1] * size, 1);
             if kind == Kind::Bool {
-                bytes.iter_mut().for_each(|byte| *byte %= 2);
+                for byte in &mut bytes {
+                    *byte %= 2;
+                }
             }
             let shape = shape.map(|length| length as i64);
             let plain = of_bytes(&bytes, &shape, kind);

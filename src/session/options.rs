@@ -247,7 +247,8 @@ impl SessionBuilder {
         self
     }
 
-    /// What [`assert_rank_equal`](SyncSession::assert_rank_equal) compares tensors by. SHA-256 unless told.
+    /// What [`assert_rank_equal`](SyncSession::assert_rank_equal) compares tensors by, unless a call says
+    /// otherwise. SHA-256 unless told. The same on all ranks.
     pub fn digest(mut self, algorithm: DigestAlgorithm) -> Self {
         self.options.digest = algorithm;
         self

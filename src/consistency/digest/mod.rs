@@ -194,7 +194,7 @@ impl Method {
     }
 
     /// Of what has to be copied first: piece by piece, hashed from cache.
-    fn hash_pieces(&self, head: &str, nbytes: usize, tensor: &Tensor, most: usize) -> Result<Digest, EngineError> {
+    fn hash_pieces(&self, head: &str, tensor: &Tensor, facts: &TensorFacts) -> Result<Digest, EngineError> {
         let mut stream = match self {
             Self::Sha256 => Stream::Sha256(Sha256::new_with_prefix(head)),
             Self::Blake3 => {
@@ -202,13 +202,11 @@ impl Method {
                 hasher.update(head.as_bytes());
                 Stream::Blake3(hasher)
             }
-            Self::Fingerprint(key) => Stream::Fingerprint(Box::new(fingerprint::Stream::new(key, head, nbytes))),
+            Self::Fingerprint(key) => {
+                Stream::Fingerprint(Box::new(fingerprint::Stream::new(key, head, facts.nbytes())))
+            }
         };
-        pieces::for_each(tensor, most, &mut |piece| {
-            let plain = c10d::materialize(piece)?;
-            stream.update(c10d::bytes(&plain)?);
-            Ok(())
-        })?;
+        pieces::for_each_bytes(tensor, facts, &mut |bytes| stream.update(bytes))?;
         Ok(stream.finish())
     }
 }
@@ -241,14 +239,13 @@ impl Stream<'_> {
 struct Prepared<'a> {
     name: &'a str,
     tensor: Option<(&'a Tensor, TensorFacts, String, String)>,
-    nbytes: usize,
 }
 
 /// Something for a thread of the pool to hash.
 struct Job<'a> {
     index: usize,
     head: &'a str,
-    nbytes: usize,
+    facts: &'a TensorFacts,
     source: Source<'a>,
 }
 
@@ -263,7 +260,7 @@ impl Job<'_> {
     fn run(&self, method: &Method) -> Result<Digest, EngineError> {
         match &self.source {
             Source::Bytes(bytes) => Ok(method.hash(self.head, bytes)),
-            Source::Strided(tensor) => method.hash_pieces(self.head, self.nbytes, tensor, pieces::ON_CPU),
+            Source::Strided(tensor) => method.hash_pieces(self.head, tensor, self.facts),
         }
     }
 }
@@ -305,7 +302,7 @@ impl Hasher {
             let problem = |error: EngineError| TensorError::new(named.name, error.into());
             if facts.device().is_cpu() {
                 let source = source(tensor, facts).map_err(problem)?;
-                jobs.push(Job { index, head, nbytes: named.nbytes, source });
+                jobs.push(Job { index, head, facts, source });
             } else {
                 let digest = from_device(method, &mut devices, head, tensor, facts).map_err(problem)?;
                 digests[index] = Some(digest);
@@ -333,7 +330,7 @@ impl Hasher {
     fn run(&self, method: &Method, mut jobs: Vec<Job<'_>>) -> Vec<(usize, Result<Digest, EngineError>)> {
         // Large ones first, so that no core is left with the largest at the end. Where one job is all that is left, and
         // its algorithm splits it, threads without a job take parts of it.
-        jobs.sort_by_key(|job| Reverse(job.nbytes));
+        jobs.sort_by_key(|job| Reverse(job.facts.nbytes()));
         let queue = Mutex::new(jobs.into_iter());
         let done = self.pool.broadcast(|_| {
             let mut done = Vec::new();
@@ -359,28 +356,23 @@ fn from_device<'a>(
     tensor: &Tensor,
     facts: &TensorFacts,
 ) -> Result<Digest, EngineError> {
-    let Method::Fingerprint(key) = method else {
-        return method.hash_pieces(head, facts.nbytes(), &tensor.f_detach()?, pieces::FROM_DEVICE);
+    let key = match method {
+        // On other devices 64-bit arithmetic is not a given.
+        Method::Fingerprint(key) if facts.device().kind() == "cuda" => key,
+        _ => return method.hash_pieces(head, &tensor.f_detach()?, facts),
     };
-    // On other devices 64-bit arithmetic is not a given.
-    if facts.device().kind() != "cuda" {
-        return method.hash_pieces(head, facts.nbytes(), &tensor.f_detach()?, pieces::FROM_DEVICE);
-    }
     let device = tensor.device();
-    let known = match devices.iter().position(|known| known.device() == device) {
-        Some(known) => known,
-        None => {
-            devices.push(OnDevice::new(key, device)?);
-            devices.len() - 1
-        }
-    };
+    let known = devices.iter().position(|known| known.device() == device).unwrap_or(devices.len());
+    if known == devices.len() {
+        devices.push(OnDevice::new(key, device)?);
+    }
     Ok(Digest(devices[known].hash(head, facts.nbytes(), tensor, facts.contiguous)?))
 }
 
 fn prepare(named: &NamedTensor) -> Result<Prepared<'_>, TensorError> {
     let name = named.name.as_str();
     let Some(tensor) = &named.tensor else {
-        return Ok(Prepared { name, tensor: None, nbytes: 0 });
+        return Ok(Prepared { name, tensor: None });
     };
     let checked = || {
         let facts = inspect(tensor)?;
@@ -391,7 +383,7 @@ fn prepare(named: &NamedTensor) -> Result<Prepared<'_>, TensorError> {
         Ok((facts, head, kind))
     };
     let (facts, head, kind) = checked().map_err(|problem| TensorError::new(name, problem))?;
-    Ok(Prepared { name, nbytes: facts.nbytes(), tensor: Some((tensor, facts, head, kind)) })
+    Ok(Prepared { name, tensor: Some((tensor, facts, head, kind)) })
 }
 
 /// SHA-256 over a fixed first line and then, in name order, for each name: its length in bytes as a little-endian
@@ -429,7 +421,7 @@ pub fn tensor_digest(tensor: &Tensor) -> crate::Result<Digest> {
     };
     let hash = || {
         if facts.device().is_cpu() {
-            let job = Job { index: 0, head, nbytes: prepared.nbytes, source: source(tensor, facts)? };
+            let job = Job { index: 0, head, facts, source: source(tensor, facts)? };
             job.run(&Method::Sha256)
         } else {
             from_device(&Method::Sha256, &mut Vec::new(), head, tensor, facts)

@@ -1,15 +1,67 @@
 //! A tensor of any strides, in pieces that follow one another in logical order: what is copied at one time stays small.
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
-use crate::collective::c10d;
+use crate::collective::c10d::{self, TensorFacts};
 use crate::error::EngineError;
 
-/// Elements of a piece on the CPU: its copy is still in cache when it is hashed, and torch copies so few of them
-/// on the thread that asks, without starting threads of its own (it does from 32768).
-pub(super) const ON_CPU: usize = 32767;
+/// Elements of a piece that torch copies on the thread that asks: from 32768 it starts threads of its own, and those of a
+/// thread are not shared with another's.
+const SERIAL: usize = 32767;
+/// Elements of a tile: about as many rows as columns, so that of each cache line that is read all elements are used.
+const TILE: i64 = 8 << 10;
+/// Bytes of a piece in CPU memory: still in cache when it is hashed.
+const STAGED: usize = 512 << 10;
 /// Elements of a piece that has to come from a device.
-pub(super) const FROM_DEVICE: usize = 4 << 20;
+const FROM_DEVICE: usize = 4 << 20;
+
+/// Calls `each` with the bytes of all elements in logical order, piece by piece. `tensor` must not be part of an autograd
+/// graph.
+pub(super) fn for_each_bytes(
+    tensor: &Tensor,
+    facts: &TensorFacts,
+    each: &mut dyn FnMut(&[u8]),
+) -> Result<(), EngineError> {
+    let Some(kind) = facts.dtype().kind().filter(|_| facts.device().is_cpu()) else {
+        let most = if facts.device().is_cpu() { SERIAL } else { FROM_DEVICE };
+        return for_each(tensor, most, &mut |piece| {
+            each(c10d::bytes(&c10d::materialize(piece)?)?);
+            Ok(())
+        });
+    };
+    let most = STAGED / kind.elt_size_in_bytes();
+    let staging = staging(most, facts.numel, kind)?;
+    for_each(tensor, most, &mut |piece| {
+        let shape = c10d::sizes(piece);
+        let flat = staging.f_narrow(0, 0, shape.iter().product())?;
+        gather(&flat.f_view(shape)?, piece)?;
+        each(c10d::bytes(&flat)?);
+        Ok(())
+    })
+}
+
+fn staging(most: usize, numel: i64, kind: Kind) -> Result<Tensor, EngineError> {
+    let length = i64::try_from(most).unwrap_or(i64::MAX).min(numel);
+    Ok(Tensor::f_empty([length], (kind, Device::Cpu))?)
+}
+
+/// Copies tile by tile.
+fn gather(destination: &Tensor, source: &Tensor) -> Result<(), EngineError> {
+    let shape = c10d::sizes(source);
+    let longest = (0_i64..).zip(shape.iter().copied()).max_by_key(|(_, length)| *length);
+    match longest {
+        Some((dimension, length)) if length > 1 && shape.iter().product::<i64>() > TILE => {
+            let half = length / 2;
+            for (start, count) in [(0, half), (half, length - half)] {
+                gather(&destination.f_narrow(dimension, start, count)?, &source.f_narrow(dimension, start, count)?)?;
+            }
+        }
+        _ => {
+            destination.shallow_clone().f_copy_(source)?;
+        }
+    }
+    Ok(())
+}
 
 /// Calls `each` with views of at most `most` elements. `tensor` must not be part of an autograd graph.
 pub(super) fn for_each(

@@ -201,14 +201,14 @@ fn what_a_plain_sum_cannot_see_changes_the_digest() {
     bytes[7] ^= 0x80;
     assert_ne!(hash(&key, HEAD, &bytes), before);
     // Zeros: more of them, and elsewhere.
-    let zeros = [0; 2 * BLOCK + 5];
+    let zeros = vec![0; 2 * BLOCK + 5];
     let lengths = [0, 1, 3, 4, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 5];
     let digests: std::collections::HashSet<_> = lengths.map(|length| hash(&key, HEAD, &zeros[..length])).into();
     assert_eq!(digests.len(), lengths.len());
     let moved: std::collections::HashSet<_> = (0..2 * BLOCK)
         .step_by(509)
         .map(|at| {
-            let mut bytes = zeros;
+            let mut bytes = zeros.clone();
             bytes[at] = 1;
             hash(&key, HEAD, &bytes)
         })
