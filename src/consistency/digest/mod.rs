@@ -114,7 +114,7 @@ impl Serialize for Digest {
 impl<'de> Deserialize<'de> for Digest {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        Self::from_hex(&text).ok_or_else(|| serde::de::Error::custom(format!("{text:?} is not a digest of 32 bytes")))
+        Self::from_hex(&text).ok_or_else(|| serde::de::Error::custom(format!("{text:?} is not a SHA-256 digest")))
     }
 }
 
