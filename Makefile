@@ -16,6 +16,7 @@ demo: ## Fine-tune a small transformer on 2 ranks, with everything asserted on t
 test: ## Format, lints, documentation, and all tests.
 	@$(with) cargo fmt --check
 	@$(with) cargo clippy --locked --all-targets --features $(features) -- -D warnings
+	@$(with) cargo clippy --locked --lib -- -D warnings
 	@$(with) RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --features $(features)
 	@$(with) cargo test --locked --features $(features)
 

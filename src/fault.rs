@@ -66,7 +66,7 @@ impl Faults {
     }
 
     #[cfg(not(feature = "fault-injection"))]
-    #[inline(always)]
+    #[inline]
     #[allow(clippy::unused_self, clippy::unnecessary_wraps)] // The shape of the real one.
     pub(crate) fn reach(&self, _point: Point) -> Result<(), crate::error::EngineError> {
         Ok(())

@@ -67,6 +67,26 @@ pub(crate) fn measure(world: usize, rounds: u32, reduces: u32) -> Control {
     Control { agreement, barrier, all_reduce, connect }
 }
 
+/// Comparing the digests of 1000 tensors on `world` ranks, hashing excluded: seconds of an agreement on their root, and
+/// of an all-gather of all of them (100 bytes each: name and hexadecimal digest).
+pub(crate) fn compare_digests(world: usize, rounds: u32) -> (Vec<f64>, Vec<f64>) {
+    let result = Mutex::new((Vec::new(), Vec::new()));
+    ranks(world, |session| {
+        let own = Tensor::zeros([100_000], (Kind::Uint8, Device::Cpu));
+        let all = Tensor::zeros([100_000 * i64::try_from(world).unwrap_or(0)], (Kind::Uint8, Device::Cpu));
+        for _ in 0..rounds {
+            let agreement = block(10, session, SyncSession::raw_agreement);
+            let gather = block(1, session, |session| session.raw_all_gather(&all, &own));
+            if session.rank() == 0 {
+                let mut result = result.lock().expect("no rank panics");
+                result.0.push(agreement);
+                result.1.push(gather);
+            }
+        }
+    });
+    result.into_inner().expect("no rank panics")
+}
+
 /// Seconds of one round, on average over a block.
 fn block<E: std::fmt::Debug>(
     rounds: u32,

@@ -62,7 +62,7 @@ impl Table {
     }
 
     fn push(&mut self, row: Row) {
-        println!("{:<28} {:>9.3} {:<6} {:>5.0}%  {}", row.name, row.value, row.unit, row.spread * 100.0, row.detail);
+        println!("{:<38} {:>9.3} {:<6} {:>5.0}%  {}", row.name, row.value, row.unit, row.spread * 100.0, row.detail);
         self.0.push(row);
     }
 }
@@ -80,10 +80,13 @@ fn main() {
 }
 
 fn compare(only: &str) {
-    println!("{:<28} {:>9} {:<6} {:>6}  what was divided by what (medians)", "name", "value", "unit", "spread");
+    println!("{:<38} {:>9} {:<6} {:>6}  what was divided by what (medians)", "name", "value", "unit", "spread");
     let mut table = Table::default();
     if "sync broadcast memory".split(' ').any(|group| group.starts_with(only) || only.starts_with(group)) {
         data_plane(&mut table);
+    }
+    if "check".starts_with(only) || only.starts_with("check") {
+        checks(&mut table);
     }
     if "agreement connect".split(' ').any(|group| group.starts_with(only) || only.starts_with(group)) {
         control_plane(&mut table);
@@ -155,6 +158,51 @@ fn data_plane(table: &mut Table) {
             });
         }
     }
+}
+
+/// What a check of 256 MiB costs on each of two ranks with one thread, beside a hash that never leaves the cache, a copy,
+/// and the reference's check in PyTorch.
+fn checks(table: &mut Table) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let mut ours = Ranks::start(own_ranks(folder.path()));
+    let mut torch = Ranks::start(python_ranks(folder.path()));
+    let names = ["check_sha256", "check_blake3", "check_fingerprint", "sha256_in_cache", "memcpy", "check"];
+    let mut samples = names.map(|name| (name, Samples::default()));
+    for round in 0..=9 {
+        for (name, samples) in &mut samples {
+            let ranks = if *name == "check" { &mut torch } else { &mut ours };
+            let seconds = ranks.measure(&format!("{name} full"));
+            if round > 0 {
+                samples.push(seconds);
+            }
+        }
+    }
+    #[allow(clippy::cast_precision_loss)] // 2^28.
+    let gigabytes = Workload::Full.nbytes() as f64 / 1e9;
+    for ((_, samples), name) in samples.iter().zip([
+        "check.sha256",
+        "check.blake3",
+        "check.fingerprint",
+        "check.sha256_in_cache",
+        "check.memcpy",
+        "check.reference",
+    ]) {
+        table.push(Row {
+            name: name.into(),
+            value: gigabytes / samples.median(),
+            unit: "GB/s",
+            higher_is_better: true,
+            spread: samples.spread(),
+            detail: format!("256 MiB in {}", milliseconds(samples.median())),
+        });
+    }
+    let (agreement, gather) = control::compare_digests(64, 7);
+    table.ratio(
+        "check.compare_1000_at_64.vs_all_gather".into(),
+        ("all_gather", &Samples::from(gather)),
+        ("agreement", &Samples::from(agreement)),
+        true,
+    );
 }
 
 /// Many ranks as threads of this process.

@@ -5,7 +5,8 @@ use std::io::{BufRead, Write};
 use std::path::Path;
 use std::time::Instant;
 
-use sft_sync::{FencePolicy, Parameters, Rendezvous, SyncSession, count_allocations};
+use sft_sync::{DigestAlgorithm, FencePolicy, Parameters, Rendezvous, SyncSession, count_allocations};
+use sha2::{Digest as _, Sha256};
 use tch::{Device, Kind, Tensor};
 
 use crate::workload::Workload;
@@ -72,13 +73,31 @@ impl Worker {
             "ours" => drop(self.every_bucket.synchronize_gradients(calls, &held.parameters).expect("sync")),
             "step" => drop(self.step.synchronize_gradients(calls, &held.parameters).expect("sync")),
             "broadcast" => drop(self.every_bucket.broadcast_trainable_parameters(&held.parameters).expect("broadcast")),
-            "check" => drop(self.every_bucket.assert_rank_equal(held.parameters.values(), "bench").expect("equal")),
+            "check_sha256" => check(&mut self.every_bucket, DigestAlgorithm::Sha256, held),
+            "check_blake3" => check(&mut self.every_bucket, DigestAlgorithm::Blake3, held),
+            "check_fingerprint" => check(&mut self.every_bucket, DigestAlgorithm::Fingerprint, held),
+            "sha256_in_cache" => sha256_in_cache(workload),
+            "memcpy" => drop(held.flat.copy()),
             "raw" => self.every_bucket.raw_all_reduce(&held.flat).expect("all_reduce"),
             "raw_broadcast" => self.every_bucket.raw_broadcast(&held.flat).expect("broadcast"),
             other => panic!("no measurement is called {other}"),
         }
         start.elapsed().as_secs_f64()
     }
+}
+
+fn check(session: &mut SyncSession, algorithm: DigestAlgorithm, held: &Held) {
+    let _ = session.assert_rank_equal_with(algorithm, held.parameters.values(), "bench").expect("the ranks are equal");
+}
+
+/// As many bytes as the workload has, out of 64 KiB that stay in the cache.
+fn sha256_in_cache(workload: Workload) {
+    let block = [7_u8; 64 << 10];
+    let mut hasher = Sha256::new();
+    for _ in 0..workload.nbytes() / (64 << 10) {
+        hasher.update(std::hint::black_box(&block));
+    }
+    std::hint::black_box(hasher.finalize());
 }
 
 /// Peak of torch's allocations in a first step, over the bytes of the gradients.
