@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::sys::resource::{Resource, getrlimit};
 use sft_sync::{InProcess, Rendezvous, SyncSession};
 use tch::{Device, Kind, Tensor};
 
@@ -100,8 +101,14 @@ fn block<E: std::fmt::Debug>(
     start.elapsed().as_secs_f64() / f64::from(rounds)
 }
 
-/// Seconds to connect, and open sockets of this process meanwhile.
-pub(crate) fn connect(world: usize) -> (f64, usize) {
+/// Seconds to connect, and open sockets of this process meanwhile; none if the process may not open so many. Both ends of
+/// each connection of two groups are in this process.
+pub(crate) fn connect(world: usize) -> Option<(f64, usize)> {
+    let needed = 2 * world * (world - 1) + 20 * world;
+    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    if usize::try_from(limit).is_ok_and(|limit| limit < needed) {
+        return None;
+    }
     let sockets = Mutex::new(0);
     let seconds = ranks(world, |session| {
         if session.rank() == 0 {
@@ -109,7 +116,7 @@ pub(crate) fn connect(world: usize) -> (f64, usize) {
         }
         session.raw_barrier().expect("all ranks are there");
     });
-    (seconds, sockets.into_inner().expect("no rank panics"))
+    Some((seconds, sockets.into_inner().expect("no rank panics")))
 }
 
 fn open_sockets() -> usize {

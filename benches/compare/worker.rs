@@ -92,7 +92,7 @@ fn check(session: &mut SyncSession, algorithm: DigestAlgorithm, held: &Held) {
 
 /// As many bytes as the workload has, out of 64 KiB that stay in the cache.
 fn sha256_in_cache(workload: Workload) {
-    let block = [7_u8; 64 << 10];
+    let block = vec![7_u8; 64 << 10];
     let mut hasher = Sha256::new();
     for _ in 0..workload.nbytes() / (64 << 10) {
         hasher.update(std::hint::black_box(&block));
